@@ -171,6 +171,7 @@ JOBS = [
     bench(
         "attention-rtx40", "-m benchmarks.bench_attention --target 8.9 --backend triton --backend flash", needs=FLASH
     ),
+    bench("windows", "-m benchmarks.bench_windows"),
     *map(sanitizer, ("memcheck", "racecheck")),
     tests("tests-gpu", "tests", "gpu and not slow", timeout_s=1200),
     tests("tests-gpu-rtx40", "--kernel-target 8.9 tests", "gpu and not slow", timeout_s=1200),

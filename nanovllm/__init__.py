@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.sampling_params import (
         GuidedDecodingParams,
+        HarmonyTags,
         ReasoningTags,
         RequestOutputKind,
         SamplingParams,
@@ -33,6 +34,7 @@ __all__ = [
     "EngineError",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
+    "HarmonyTags",
     "LLMEngine",
     "ReasoningTags",
     "RequestError",
@@ -55,8 +57,8 @@ _NAMES = {
     "llm_engine": ("LLMEngine",),
     "outputs": ("CompletionOutput", "RequestOutput"),
     "sampling_params": (
-        *("GuidedDecodingParams", "ReasoningTags", "RequestOutputKind", "SamplingParams", "StructuredOutputs"),
-        "StructuredOutputsParams",
+        *("GuidedDecodingParams", "HarmonyTags", "ReasoningTags", "RequestOutputKind", "SamplingParams"),
+        *("StructuredOutputs", "StructuredOutputsParams"),
     ),
     "text.frontend": ("TextPrompt", "TokensPrompt"),
 }

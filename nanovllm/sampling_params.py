@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.compat import SAMPLING, STRUCTURED, takes
 from nanovllm.errors import RequestError
@@ -66,7 +66,8 @@ class TaggedJson:
     outside the tags does not begin with "{". is_required: the answer is nothing but JSON between tags, at least once.
     is_single: JSON between tags occurs at most once, at the end of the answer. separator: stands between two tagged
     values. names: of the tags, for the log. text_pattern, value_pattern: regular expressions, in Rust's syntax, of the
-    text outside tags and of each text between tags of a value; empty for any text.
+    text outside tags and of each text between tags of a value; empty for any text. quote: the token on either side of a
+    string, in a notation like JSON whose keys have no quotes (text/quoted_grammar.py); empty for JSON.
     """
 
     tags: tuple[tuple[str, Mapping[str, Any] | tuple["TaggedValue", ...], str], ...]
@@ -77,6 +78,7 @@ class TaggedJson:
     names: tuple[str, ...] = ()
     text_pattern: str = ""
     value_pattern: str = ""
+    quote: str = ""
 
 
 class RequestOutputKind(str, Enum):
@@ -109,6 +111,18 @@ class ReasoningTags(NamedTuple):
     begin: str
     end: str
     has_begun: bool = False
+
+
+class HarmonyTags(NamedTuple):
+    """Stands in for ReasoningTags if the answer has messages in channels, as gpt-oss writes them (text/harmony.py).
+
+    begun: the part of the first message that the prompt ends with.
+    """
+
+    begun: str = "<|start|>assistant"
+
+
+AnswerTags: TypeAlias = ReasoningTags | HarmonyTags
 
 
 @takes(STRUCTURED, RequestError)
@@ -271,10 +285,10 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = option(
         None, help="what the answer must match: a JSON schema, a regular expression or a choice", group=_GROUP
     )
-    reasoning_tags: ReasoningTags | None = option(
+    reasoning_tags: AnswerTags | None = option(
         None,
         help="tags of the reasoning at the start of an answer, to which neither stop strings nor structured_outputs "
-        "apply",
+        "apply; HarmonyTags() for gpt-oss, with skip_special_tokens=False",
         group=_GROUP,
     )
 
@@ -313,10 +327,16 @@ class SamplingParams:
         limit = "a nanovllm.StructuredOutputs, such as StructuredOutputs(regex='[0-9]+')"
         _require(is_known, "structured_outputs", self.structured_outputs, limit)
         is_known = self.reasoning_tags is None or (
-            isinstance(self.reasoning_tags, ReasoningTags) and all(map(_is_tag, self.reasoning_tags[:2]))
+            isinstance(self.reasoning_tags, HarmonyTags) and isinstance(self.reasoning_tags.begun, str)
         )
-        limit = "a nanovllm.ReasoningTags of two tags, such as ReasoningTags('<think>', '</think>')"
+        if isinstance(self.reasoning_tags, ReasoningTags):
+            is_known = all(map(_is_tag, self.reasoning_tags[:2]))
+        limit = "a nanovllm.ReasoningTags of two tags, such as ReasoningTags('<think>', '</think>'), or HarmonyTags()"
         _require(is_known, "reasoning_tags", self.reasoning_tags, limit)
+
+        is_readable = not (stop and isinstance(self.reasoning_tags, HarmonyTags) and self.skip_special_tokens)
+        limit = "False, so that stop strings can be told from the tags of HarmonyTags"
+        _require(is_readable, "skip_special_tokens", self.skip_special_tokens, limit)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:

@@ -64,6 +64,23 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
     return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
 
 
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
+    """The same for a tiny model with a layer that attends to a window, which divides neither blocks nor pages."""
+    from checked_engine import Reference
+    from tiny_models import write_tiny_model
+
+    sizes = {"num_layers": 3, "max_position_embeddings": 8192, "gemma": {"sliding_window": 100}}
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("windowed"), "gemma3", **sizes))
+
+
+@pytest.fixture(scope="session", params=["hybrid", pytest.param("windowed", marks=pytest.mark.slow)])
+def stateful(request: pytest.FixtureRequest) -> "Reference":
+    """Each of the two models whose sequences have states."""
+    reference: Reference = request.getfixturevalue(request.param)
+    return reference
+
+
 @pytest.fixture
 def patient_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up no load from disk because a thread of it was delayed."""
@@ -90,6 +107,14 @@ def smollm2(smollm2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -
     from smollm2 import write_model
 
     return write_model(tmp_path_factory.mktemp("smollm2"), smollm2_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def gemma3(pytestconfig: pytest.Config) -> Path:
+    """The GGUF file of Gemma 3 270M in Q4_K_M, a real model with windows. For tests marked `slow`."""
+    from gemma3 import gguf_file
+
+    return gguf_file(pytestconfig.cache.mkdir("gemma3"))  # type: ignore[union-attr]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -43,6 +43,8 @@ class PagedBatch:
     n sees keys 0 .. context_len - n + i. Without `causal`, every query sees all `context_len` keys. A context_len of 0
     means the sequence sees no key here (out 0, lse -inf).
 
+    With `window`, which needs `causal`, a query sees at most the last `window` of these keys, including its own key.
+
     A sequence may have no query. Inside a CUDA graph there may be more rows than queries; the results of rows that
     belong to no sequence are unspecified.
     """
@@ -54,7 +56,16 @@ class PagedBatch:
     max_context_len: int
     causal: bool
     host: HostTables | None = None  # None inside a CUDA graph, where sizes are not known on the host
+    window: int | None = None
     _cuts: dict[tuple[int, int], "PagedBatch"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert self.window is None or (self.causal and self.window > 0), f"no mask has a window of {self.window} keys"
+
+    @property
+    def max_visible_keys(self) -> int:
+        """The most keys that a query sees, for plans of the kernels' work."""
+        return self.max_context_len if self.window is None else min(self.window, self.max_context_len)
 
     def has_one_query_each(self, q_THD: torch.Tensor) -> bool:
         """Return True if the packed queries are one of each sequence, in order. Hot: once per layer."""
@@ -105,8 +116,12 @@ class AttentionBackend(ABC):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
-        """Attend with the packed queries to the paged keys of `batch`, in the queries' dtype. Returns the LSE, too."""
+        """Attend with the packed queries to the paged keys of `batch`, in the queries' dtype. Returns the LSE, too.
+
+        `sinks_H`, contiguous, in fp32 or the queries' dtype: a logit for each query head, which `add_sinks` explains.
+        """
 
     @abstractmethod
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
@@ -115,12 +130,19 @@ class AttentionBackend(ABC):
         The result may overwrite any of the parts. `merge_attention_outputs` has the formula.
         """
 
-    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
-        """Launch every Triton kernel that a chunk of any length may need. Within `kernels.launch.compile_only` this
-        only starts to compile the kernels, so that no prompt waits for compilation later.
+    def launch_kernels(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        """Launch every Triton kernel that a chunk of any length may need in a layer of one kind. Within
+        `kernels.launch.compile_only` this only starts to compile the kernels, so that no prompt waits for compilation
+        later.
 
-        `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a layer's keys, at least one block. All values are
-        arbitrary. Backends without such kernels do nothing.
+        The shapes, `window` and `sinks_H` are the layer's. `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a
+        layer's keys, at least one block. All values are arbitrary. Backends without such kernels do nothing.
         """
         return
 
@@ -131,12 +153,14 @@ class AttentionBackend(ABC):
         max_query_len: int,
         max_context_len: int,
         has_time: Callable[[], bool],
+        window: int | None = None,
     ) -> None:
         """Build the plans that the library would otherwise build while prompts wait, from the longest chunks to the
         shortest.
 
         Plans that every long prompt needs are built in any case, and each other plan only if `has_time()`. `q_1HD`: a
-        query, whose values are arbitrary. The lengths are in tokens. Backends whose library has no plans do nothing.
+        query, whose values are arbitrary. The lengths are in tokens. `window`: of the layers that have these heads.
+        Backends whose library has no plans do nothing.
         """
         return
 
@@ -178,12 +202,24 @@ class StepAttention(HasLayerMemory, Protocol):
     def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         """Attend to all keys, including the new keys, which have been stored by now. Returns [T, H, D].
 
-        sinks_H, fp32: a logit of each head that joins the softmax without a value, or None.
+        `sinks_H`: the layer's sinks, which count once, however many parts the keys are in (see `add_sinks`).
 
         In the model's last layer q may hold only the rows whose results are used, [S, H, D]. Outside captures, q may be
         empty in any layer, and is then returned unchanged. Hot: once per layer.
         """
         ...
+
+
+def add_sinks(part: PartialAttention, sinks_H: torch.Tensor) -> PartialAttention:
+    """Let a logit of each query head join the softmax of `part`, whose `out` is overwritten.
+
+    A sink has no value: it only takes weight from the keys (gpt-oss). With l = log of the sum of exp(score) and sink s,
+    out is multiplied by exp(l) / (exp(l) + exp(s)) = sigmoid(l - s), and the new lse is log(exp(l) + exp(s)). A row
+    that saw no key gets lse s and keeps out 0. Of several parts that are merged, exactly one has the sinks.
+    """
+    sinks_H1 = sinks_H.float().unsqueeze(1)
+    weight_TH1 = torch.sigmoid(part.lse_HT - sinks_H1).t().unsqueeze(-1)
+    return PartialAttention(part.out_THD.mul_(weight_TH1), torch.logaddexp(part.lse_HT, sinks_H1))
 
 
 # -- exact merge by log-sum-exp ------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ of the sizes that CudnnLimits lists. The end of a chunk is padded to such a size
 backend. The history is cut into parts whose number of keys is a power of two. The remainder, less than the smallest
 part, lies at the front of the sequence and is one more part, which the paged backend computes.
 
+cuDNN's attention in torch has neither windows nor sinks. The paged backend computes all attention with a window, which
+skips most of the keys. `add_sinks` adds sinks to the results of cuDNN.
+
 The history is attended on the backend's side stream, concurrent with the square. Stream edges:
   E9   all enqueued so far -> history attended   compute -> side
   E10  history attended -> all that follows      side -> compute
@@ -27,6 +30,7 @@ from nanovllm.attention.base import (
     PagedBatch,
     PartialAttention,
     RunningMerge,
+    add_sinks,
 )
 from nanovllm.attention.torch_backend import GATHER_BYTES, SequenceKV
 from nanovllm.device import kernel_target
@@ -67,7 +71,9 @@ DEFAULT_LIMITS = CudnnLimits()
 
 
 class CudnnBackend(AttentionBackend):
-    """`paged` merges, decodes, runs short sequences, and runs the rest of long sequences that cuDNN does not take."""
+    """`paged` merges, decodes, runs short sequences and layers with a window, and runs the rest of long sequences that
+    cuDNN does not take.
+    """
 
     name: ClassVar[str] = "cudnn"
 
@@ -95,8 +101,14 @@ class CudnnBackend(AttentionBackend):
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return 2 * self.paged.max_split_bytes(q_THD)  # the two streams do not share memory
 
-    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
-        self.paged.launch_kernels(q_THD, k_cache_NPKD)
+    def launch_kernels(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        self.paged.launch_kernels(q_THD, k_cache_NPKD, window, sinks_H)
 
     def build_plans(
         self,
@@ -105,10 +117,13 @@ class CudnnBackend(AttentionBackend):
         max_query_len: int,
         max_context_len: int,
         has_time: Callable[[], bool],
+        window: int | None = None,
     ) -> None:
         """cuDNN keeps plans for each thread. A thread that runs steps, but did not start the engine, builds each plan
-        again when a chunk first needs it.
+        again when a chunk first needs it. Windows need no plans.
         """
+        if window is not None:
+            return
         sizes = self.limits.sizes_of_pieces(max_query_len)
         for num_queries in reversed(sizes):
             is_needed = num_queries in (sizes[-1], self.limits.max_padded_queries)
@@ -125,9 +140,11 @@ class CudnnBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
-        if batch.max_query_len < self.limits.min_queries or batch.host is None:  # in a graph, chunks are short
-            return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+        is_short = batch.max_query_len < self.limits.min_queries
+        if is_short or batch.host is None or batch.window is not None:  # in a graph, chunks are short
+            return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
         parts = []
         start = 0
         for first, last in self._runs(batch.host, batch.causal):
@@ -135,16 +152,23 @@ class CudnnBackend(AttentionBackend):
             start = rows.stop
             if not self._is_long(batch.host, first, batch.causal):
                 paged_batch = batch.sequences(first, last)
-                part = self.paged.attend(q_THD[rows], k_cache_NPKD, v_cache_NPKD, paged_batch, scale)
+                part = self.paged.attend(q_THD[rows], k_cache_NPKD, v_cache_NPKD, paged_batch, scale, sinks_H)
             else:
                 tables = batch.host.block_tables[first], batch.block_tables[first]
                 kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, *tables)
-                part = self._attend_long(q_THD[rows], kv, batch.host.context_lens[first], scale, batch.causal)
+                num_keys = batch.host.context_lens[first]
+                part = self._attend_long(q_THD[rows], kv, num_keys, scale, batch.causal, sinks_H)
             parts.append(part)
         return _concatenate(parts)
 
     def _attend_long(
-        self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+        self,
+        q_THD: torch.Tensor,
+        kv: SequenceKV,
+        num_keys: int,
+        scale: float,
+        causal: bool,
+        sinks_H: torch.Tensor | None,
     ) -> PartialAttention:
         """Attend with the queries of one sequence, piece by piece."""
         num_queries = len(q_THD)
@@ -154,7 +178,7 @@ class CudnnBackend(AttentionBackend):
             size = max(self.limits.sizes_of_pieces(num_queries - first), default=0)
             last = min(first + size, num_queries) if size else num_queries
             num_visible = num_keys - num_queries + last if causal else num_keys
-            part = self._attend_piece(q_THD[first:last], size, kv, num_visible, scale, causal)
+            part = self._attend_piece(q_THD[first:last], size, kv, num_visible, scale, causal, sinks_H)
             if last - first == num_queries:
                 return part
             if result is None:
@@ -168,20 +192,28 @@ class CudnnBackend(AttentionBackend):
         return result
 
     def _attend_piece(
-        self, q_THD: torch.Tensor, size: int, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+        self,
+        q_THD: torch.Tensor,
+        size: int,
+        kv: SequenceKV,
+        num_keys: int,
+        scale: float,
+        causal: bool,
+        sinks_H: torch.Tensor | None,
     ) -> PartialAttention:
         """Attend with queries padded to `size` to the first `num_keys` keys of a sequence. A `size` of 0 means that the
         queries are too few for cuDNN.
         """
         if size == 0:
-            return self._attend_paged(q_THD, kv, num_keys, scale, causal)
+            return self._attend_paged(q_THD, kv, num_keys, scale, causal, sinks_H)
         num_queries = len(q_THD)
         q_THD = _pad(q_THD, size - num_queries)
         if causal:
             part = self._attend_causal(q_THD, kv, num_keys - num_queries, num_keys, scale)
         else:
             part = self._attend_keys(q_THD, kv, num_keys, scale).result()
-        return PartialAttention(part.out_THD[:num_queries], part.lse_HT[:, :num_queries])
+        part = PartialAttention(part.out_THD[:num_queries], part.lse_HT[:, :num_queries])
+        return part if sinks_H is None else add_sinks(part, sinks_H)
 
     def _attend_causal(
         self, q_THD: torch.Tensor, kv: SequenceKV, first: int, last: int, scale: float
@@ -239,7 +271,13 @@ class CudnnBackend(AttentionBackend):
         return merged
 
     def _attend_paged(
-        self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+        self,
+        q_THD: torch.Tensor,
+        kv: SequenceKV,
+        num_keys: int,
+        scale: float,
+        causal: bool,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         """Attend with the paged backend to the first `num_keys` keys of a sequence."""
         num_queries = len(q_THD)
@@ -252,7 +290,7 @@ class CudnnBackend(AttentionBackend):
             causal=causal,
             host=HostTables([num_queries], [num_keys], [kv.table]),
         )
-        return self.paged.attend(q_THD, kv.k_cache_NPKD, kv.v_cache_NPKD, batch, scale)
+        return self.paged.attend(q_THD, kv.k_cache_NPKD, kv.v_cache_NPKD, batch, scale, sinks_H)
 
     def _is_long(self, host: HostTables, seq: int, causal: bool) -> bool:
         """Return True if cuDNN runs this sequence. Without a mask the sequence may have too few keys for a call."""

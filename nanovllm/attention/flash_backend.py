@@ -1,7 +1,8 @@
 """Attention by flash-attn 2, where it is installed.
 
 Our own kernels compute the merge, attention of a few queries per sequence, and attention of short chunks over a long
-history, because for these flash-attn 2 does not share the keys of a paged cache among programs.
+history, because for these flash-attn 2 does not share the keys of a paged cache among programs. They also compute all
+attention with a window, whose pages flash-attn 2 would need larger. `add_sinks` adds sinks to flash-attn's results.
 
 flash-attn gives a row that saw no key the lse +inf, which the backend changes to -inf.
 """
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention, add_sinks
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import HEAD_DIMS
@@ -56,10 +57,12 @@ class FlashBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         one_query_each = batch.has_one_query_each(q_THD)
-        if not one_query_each and _gains_from_shared_keys(batch) and q_THD.shape[2] in HEAD_DIMS:
-            return self.triton.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+        gains = not one_query_each and _gains_from_shared_keys(batch) and q_THD.shape[2] in HEAD_DIMS
+        if gains or batch.window is not None:
+            return self.triton.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
         assert k_cache_NPKD.shape[1] % PAGE_GRAIN_TOKENS == 0, "flash-attn 2 needs blocks of a multiple of 256 tokens"
         if one_query_each:
             out_B1HD, lse_BH1 = self.flash_attn.flash_attn_with_kvcache(
@@ -95,14 +98,23 @@ class FlashBackend(AttentionBackend):
                 no_key_T = batch.context_lens[sequence] == 0
                 out_THD = out_THD.masked_fill(no_key_T[:, None, None], 0.0)
                 lse_HT = lse_HT.masked_fill(no_key_T, float("-inf"))
-        return PartialAttention(out_THD, lse_HT.masked_fill(lse_HT == float("inf"), float("-inf")))
+        part = PartialAttention(out_THD, lse_HT.masked_fill(lse_HT == float("inf"), float("-inf")))
+        return part if sinks_H is None else add_sinks(part, sinks_H)
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return self.triton.merge(parts, dtype)
 
-    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
-        if q_THD.shape[2] in HEAD_DIMS:
-            self.triton.launch_kernels(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD)
+    def launch_kernels(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        if window is not None:
+            self.triton.launch_kernels(q_THD, k_cache_NPKD, window, sinks_H)
+        elif q_THD.shape[2] in HEAD_DIMS:
+            self.triton.launch_kernels(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD, sinks_H=sinks_H)
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return self.triton.max_split_bytes(q_THD)

@@ -14,7 +14,14 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, RunningMerge, merge_parts
+from nanovllm.attention.base import (
+    AttentionBackend,
+    PagedBatch,
+    PartialAttention,
+    RunningMerge,
+    add_sinks,
+    merge_parts,
+)
 from nanovllm.utils.arithmetic import ceil_div
 
 GATHER_BYTES = 16 << 20  # default bound on the keys copied together; the values take the same amount
@@ -107,6 +114,7 @@ class TorchBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         assert batch.host is not None, "the torch backend loops over sequences: it needs PagedBatch.host"
         host = batch.host
@@ -118,9 +126,12 @@ class TorchBackend(AttentionBackend):
             if query_len == 0 or context_len == 0:
                 continue
             kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, host.block_tables[row], batch.block_tables[row])
-            part = _attend_sequence(q_THD[rows], kv, context_len, scale, batch.causal, self.limits)
+            if batch.window is not None and batch.window < context_len:
+                part = _attend_window(q_THD[rows], kv, context_len, scale, batch.window, self.limits)
+            else:
+                part = _attend_sequence(q_THD[rows], kv, context_len, scale, batch.causal, self.limits)
             result.out_THD[rows], result.lse_HT[:, rows] = part
-        return result
+        return result if sinks_H is None else add_sinks(result, sinks_H)
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return merge_parts(parts, dtype)
@@ -178,6 +189,24 @@ def _attend_sequence(
     return merged.result()
 
 
+def _attend_window(
+    q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, window: int, limits: TorchLimits
+) -> PartialAttention:
+    """Attend with each query to the last `window` keys up to its own key. Take `window` queries at a time, and read
+    only the keys that they see.
+    """
+    num_queries = len(q_THD)
+    result = _no_key_seen(q_THD)
+    for start in range(0, num_queries, window):
+        rows = slice(start, min(start + window, num_queries))
+        last_key = num_keys - num_queries + rows.stop
+        first_key = max(0, num_keys - num_queries + start - window + 1)
+        k_SKD, v_SKD = kv.read(first_key, last_key)
+        part = _attend_tiled(q_THD[rows], k_SKD, v_SKD, scale, True, limits.score_tile_bytes, window)
+        result.out_THD[rows], result.lse_HT[:, rows] = part
+    return result
+
+
 def _no_key_seen(q_THD: torch.Tensor) -> PartialAttention:
     lse_HT = q_THD.new_full((q_THD.shape[1], q_THD.shape[0]), float("-inf"), dtype=torch.float32)
     return PartialAttention(torch.zeros_like(q_THD), lse_HT)
@@ -217,9 +246,17 @@ def _attend_fused_cpu(
 
 
 def _attend_tiled(
-    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool, tile_bytes: int
+    q_THD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    scale: float,
+    causal: bool,
+    tile_bytes: int,
+    window: int | None = None,
 ) -> PartialAttention:
-    """Compute the softmax in fp32 (fp64 for fp64 inputs), a tile of queries at a time."""
+    """Compute the softmax in fp32 (fp64 for fp64 inputs), a tile of queries at a time. With `causal`, the last query
+    sees the last key. At least one key for each query.
+    """
     num_queries, num_heads, head_dim = q_THD.shape
     num_keys, num_kv_heads, _ = k_SKD.shape
     accumulate = torch.promote_types(q_THD.dtype, torch.float32)
@@ -231,7 +268,11 @@ def _attend_tiled(
         q_KRD = q.view(len(q), num_kv_heads, -1, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         score_KTGS = (q_KRD @ k_KDS).view(num_kv_heads, len(q), -1, num_keys)
         if causal:
-            hidden_TS = torch.ones(len(q), num_keys, dtype=torch.bool, device=q.device).triu(start + 1)
+            own_key = num_keys - num_queries + start  # of the tile's first query
+            ones_TS = torch.ones(len(q), num_keys, dtype=torch.bool, device=q.device)
+            hidden_TS = ones_TS.triu(own_key + 1)
+            if window is not None:
+                hidden_TS |= ones_TS.tril(own_key - window)
             score_KTGS.masked_fill_(hidden_TS[:, None], float("-inf"))
         lse_KTG = torch.logsumexp(score_KTGS, dim=-1)
         weight_KRS = score_KTGS.sub_(lse_KTG.unsqueeze(-1)).exp_().flatten(1, 2)

@@ -46,6 +46,7 @@ class TritonBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_short, num_tokens = _leading_short(batch)
@@ -54,11 +55,12 @@ class TritonBackend(AttentionBackend):
             short, chunks = batch.sequences(0, num_short), batch.sequences(num_short, len(batch.context_lens))
             parts = ((slice(0, num_tokens), short), (slice(num_tokens, None), chunks))
             lse = [
-                self._attend_into(out_THD[rows], q_THD[rows], k_cache_NPKD, v_cache_NPKD, part, scale)
+                self._attend_into(out_THD[rows], q_THD[rows], k_cache_NPKD, v_cache_NPKD, part, scale, sinks_H)
                 for rows, part in parts
             ]
             return PartialAttention(out_THD, torch.cat(lse, dim=1))
-        return PartialAttention(out_THD, self._attend_into(out_THD, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale))
+        lse_HT = self._attend_into(out_THD, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
+        return PartialAttention(out_THD, lse_HT)
 
     def _attend_into(
         self,
@@ -68,6 +70,7 @@ class TritonBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend with one kernel. Returns the LSE [H, T]."""
         num_sms = kernel_target.target_of(q_THD.device).num_sms
@@ -77,7 +80,7 @@ class TritonBackend(AttentionBackend):
             if batch.host is None:
                 planned, num_sequences = q_THD[: batch.max_query_len], 1
             num_splits = self.configs.plan_prefill_splits(
-                planned, k_cache_NPKD.shape[2], num_sequences, batch.max_query_len, batch.max_context_len, num_sms
+                planned, k_cache_NPKD.shape[2], num_sequences, batch.max_query_len, batch.max_visible_keys, num_sms
             )
             return self.prefill.paged_prefill(
                 q_THD,
@@ -91,9 +94,12 @@ class TritonBackend(AttentionBackend):
                 batch.causal,
                 out_THD=out_THD,
                 num_splits=num_splits,
+                window=batch.window,
+                sinks_H=sinks_H,
             )[1]
-        # A graph knows only the longest possible context; most contexts are much shorter
-        context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
+        num_keys = batch.max_visible_keys
+        if batch.host is None:  # a graph knows only the longest possible context; most contexts are much shorter
+            num_keys = min(num_keys, batch.max_context_len // 4)
         num_kv_heads = k_cache_NPKD.shape[2]
         _, num_tiles = self.decode.tile_rows(q_THD, num_kv_heads, batch.max_query_len)
         num_rows = _num_sequences(q_THD, batch) * num_kv_heads * num_tiles
@@ -104,11 +110,13 @@ class TritonBackend(AttentionBackend):
             batch.context_lens,
             batch.block_tables,
             scale,
-            self.configs.plan_num_splits(num_rows, context_len, num_sms),
+            self.configs.plan_num_splits(num_rows, num_keys, num_sms),
             out_THD=out_THD,
             cu_seqlens_q=None if batch.has_one_query_each(q_THD) else batch.cu_seqlens_q,
             max_query_len=batch.max_query_len,
             causal=batch.causal,
+            window=batch.window,
+            sinks_H=sinks_H,
         )[1]
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
@@ -120,8 +128,14 @@ class TritonBackend(AttentionBackend):
         self.merging.merge_into(out_THD, lse_HT, parts)
         return PartialAttention(out_THD, lse_HT)
 
-    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
-        self.prefill.launch_prefill_variants(q_THD, k_cache_NPKD)
+    def launch_kernels(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        self.prefill.launch_prefill_variants(q_THD, k_cache_NPKD, window, sinks_H)
         self.merging.launch_merge_variants(q_THD)
         for num_parts in MERGED_PARTS:
             merged = RunningMerge(self.merge, num_parts)

@@ -23,7 +23,7 @@ from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
-from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
+from nanovllm.plan.kv_spec import KVCacheSpec, StateSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
     MAX_GRAPH_CHUNKS,
@@ -350,16 +350,23 @@ def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
 def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     """Return the size of the activations of a step of `num_tokens` tokens at the peak of a layer.
 
-    - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
+    - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps. With
+      windows also K and V of a layer, twice.
     - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
     - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
-      expert; on a CPU, where one expert may have all tokens, the input and output of one expert, and the sum in fp32.
+      expert, and in Gemma the inputs of the dense MLP and of the experts; on a CPU, where one expert may have all
+      tokens, the input and output of one expert, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
     num_in_mlp = min(num_tokens, MAX_MLP_TOKENS)
-    attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
+    head_dims = model.head_dim, *([model.window.head_dim] if model.window is not None else [])
+    attention = ((4 * size + max(4, size)) * max(head_dims) + 3 * 4) * model.num_heads // tp
+    if model.window is not None:
+        # A chunk's K and V, and the same with the preceding window (capabilities/windows)
+        kv_heads = model.window.num_kv_heads
+        attention += 2 * 2 * size * kv_heads * model.window.head_dim // tp
     mlp = size * 3 * model.intermediate_size // tp
     if model.recurrent is not None:
         r = model.recurrent
@@ -370,6 +377,7 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
         features = 3 * model.experts.intermediate_size // tp
         mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
         routed = num_in_mlp * model.experts.num_experts_per_token * size * (features + model.hidden_size)
+        routed += 2 * num_in_mlp * size * model.hidden_size if model.gemma is not None else 0
     hidden = num_tokens * (size * 4 * model.hidden_size + 4 * model.head_dim)
     return hidden + max(num_tokens * attention, num_in_mlp * mlp) + routed
 
@@ -391,7 +399,8 @@ def prefill_flop(
     """Return the floating-point operations of one prompt of T tokens. An operation in fp8 counts as half of one, since
     GPUs do twice as many in a second. Without a `capability`, the GPU has all products in fp8.
 
-    The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3
+    The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, of T * W - W^2 / 2 in
+    attention with a window W, in each recurrent layer 3
     products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
     The last layer computes K and V for all tokens, but everything else only for the last token, which is not counted.
     With a draft head, the last layer computes everything for all tokens, and the draft head computes only its joined
@@ -403,6 +412,10 @@ def prefill_flop(
     token_params = _token_params(model, fp8_capability) / model.num_layers
     num_attention_layers = model.num_attention_layers - 1 + has_head
     attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
+    if model.window is not None:
+        seen = min(num_tokens, model.window.num_tokens)
+        keys = num_tokens * seen - seen**2 / 2  # of all tokens together
+        attention += 4.0 * keys * model.num_window_layers * model.num_heads * model.window.head_dim
     if model.recurrent is not None:
         r = model.recurrent
         matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
@@ -428,14 +441,15 @@ def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
     """Return the bytes that one step reads from GPU memory: every weight that the step uses, except the embedding, and
-    all keys and values, once each. Quantized weights are read packed. States are read and written. A draft head runs
+    all keys and values, once each, but in layers with a window only the keys that the window shows. Quantized weights
+    are read packed. States of recurrent layers are read and written. A draft head runs
     once. Experts in CPU memory are not counted, because the CPU reads them.
 
     num_keys: the number of keys of all sequences together.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True) + head_bytes(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
-    state_bytes = 2 * num_sequences * states.state_bytes
+    state_bytes = num_sequences * states.read_bytes(num_keys // num_sequences)
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
 
 
@@ -621,7 +635,7 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
         kinds.append(mixed)
         num_bytes += layer_activation_bytes(config, model, mixed[-1].num_tokens)
-    if spec.is_recurrent:
+    if isinstance(spec.states, StateSpec) and spec.has_states:
         # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
         num_verifying = verifying_graph_sizes(num_rows)[-1] if verifies else 0
         num_tokens = num_rows * (1 + config.max_guesses) + num_verifying * (1 + 2 * config.max_guesses)

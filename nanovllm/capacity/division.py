@@ -6,7 +6,7 @@ from typing import NamedTuple
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
-from nanovllm.plan.shadow_spec import SHADOW_BITS, ShadowSpec
+from nanovllm.plan.shadow_spec import MAX_SHADOW_HEAD_DIM, SHADOW_BITS, ShadowSpec
 from nanovllm.utils.arithmetic import ceil_div
 
 LEAST_SLOTS = 32  # slots that the shadow leaves room for with speculation="auto", if their number is not given
@@ -24,8 +24,10 @@ NO_SHADOW = ShadowSize(0, 0)
 
 
 def wants_shadow(config: Config, spec: KVCacheSpec) -> bool:
-    """Return True if drafts read a shadow if there is room for it. A draft head replaces the shadow."""
-    return config.wants_shadow and not spec.has_draft_head
+    """Return True if drafts read a shadow if there is room for it. A draft head replaces the shadow, and there is none
+    of large heads.
+    """
+    return config.wants_shadow and not spec.has_draft_head and spec.head_dim <= MAX_SHADOW_HEAD_DIM
 
 
 def auto_shadows(

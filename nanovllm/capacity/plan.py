@@ -32,7 +32,7 @@ from nanovllm.plan.kv_spec import (
     num_spare_state_slots,
     with_watermark,
 )
-from nanovllm.plan.shadow_spec import ShadowSpec
+from nanovllm.plan.shadow_spec import MAX_SHADOW_HEAD_DIM, ShadowSpec
 from nanovllm.plan.step_limits import expected_tokens, max_model_len, max_sampled_rows
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
@@ -173,7 +173,7 @@ class CapacityPlan:
             by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": num_sequences_in(self.num_cpu_blocks, each)}
         else:
             by_limit |= {"the KV cache": num_sequences_in(self.num_gpu_blocks, each)}
-        if self.spec.is_recurrent:
+        if self.spec.has_states:
             by_limit["the state slots"] = max_stateful_seqs(self.config, self.spec.states, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
         return Capacity(by_limit[limit], limit)
@@ -415,7 +415,7 @@ def _place_experts(
         return plan_of(replace(model, experts=experts.on_gpu(num_layers)), machine)
 
     def room(plan: CapacityPlan) -> tuple[int, int]:
-        num_seqs = max_stateful_seqs(config, plan.spec.states, plan.num_state_slots) if plan.spec.is_recurrent else 0
+        num_seqs = max_stateful_seqs(config, plan.spec.states, plan.num_state_slots) if plan.spec.has_states else 0
         long_blocks = ceil_div(max_model_len(config, model), config.block_size)
         return min(plan.num_gpu_blocks, long_blocks), min(num_seqs, NUM_PLACED_SEQS)
 
@@ -518,6 +518,11 @@ def _make_plan(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
+    if config.speculation_method == "shadow" and model.head_dim > MAX_SHADOW_HEAD_DIM:
+        raise ConfigError(
+            f"speculation='shadow' has kernels for head dims up to {MAX_SHADOW_HEAD_DIM}, and {config.model} has "
+            f"{model.head_dim}; use another speculation"
+        )
     left_bytes = max(0, machine.host_bytes - _host_weight_bytes(config, model))
     machine, whole = replace(machine, host_bytes=left_bytes), machine
     spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
@@ -528,10 +533,17 @@ def _make_plan(
             model, unused_draft_bytes = replace(model, has_mtp=False), draft_bytes
             spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
     for name in ("shadow_bits", "shadow_memory_gb"):
-        if spec.has_draft_head and getattr(config, name) is not None:
+        if getattr(config, name) is None:
+            continue
+        if spec.has_draft_head:
             raise ConfigError(
                 f"{name} has no effect: with speculation='auto' the draft head of {config.model} replaces the "
                 "shadow; leave it out, or use speculation='shadow'"
+            )
+        if spec.head_dim > MAX_SHADOW_HEAD_DIM:
+            raise ConfigError(
+                f"{name} has no effect: a shadow has head dims up to {MAX_SHADOW_HEAD_DIM}, and {config.model} has "
+                f"{spec.head_dim}; leave it out"
             )
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
     return CapacityPlan(
@@ -565,6 +577,11 @@ def heads_problem(config: Config, model: ModelConfig) -> str | None:
     if model.num_kv_heads % tp:
         divisor = f"choose a divisor of {model.num_kv_heads}"
         return f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size={tp}; {divisor}"
+    if model.window is not None and model.window.num_kv_heads % tp:
+        return (
+            f"the {model.window.num_kv_heads} KV heads of layers with a window are not divisible by "
+            f"tensor_parallel_size={tp}; choose a divisor"
+        )
     if recurrent is not None and (recurrent.num_key_heads % tp or recurrent.num_value_heads % tp):
         return (
             f"the {recurrent.num_key_heads} key heads and {recurrent.num_value_heads} value heads of recurrent layers "
@@ -579,7 +596,7 @@ def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_bloc
     take at most the larger of MAX_SNAPSHOT_BYTES and an eighth of the CPU pool. With a disk the number is at least two,
     because one state may be in use while another state is read.
     """
-    if not spec.is_recurrent or not config.enable_prefix_caching:
+    if not spec.has_states or not config.enable_prefix_caching:
         return 0
     pool_bytes = num_blocks * spec.block_bytes if config.enable_cpu_offload else 0
     host_bytes = int(machine.host_bytes * MAX_SNAPSHOT_SHARE) // config.tensor_parallel_size - pool_bytes

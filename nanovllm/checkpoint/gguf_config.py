@@ -6,6 +6,7 @@ how to change them back:
 
 
 - llama: rows of q and k are ordered for a rope that rotates neighbours instead of halves
+- gemma3: norms have 1 added
 - qwen35 and qwen35moe: norms have 1 added, except the norm of the recurrent layers; A_log is stored as -exp(A_log);
   value heads are ordered by their place within a key head first, and then by key head
 
@@ -34,9 +35,13 @@ _ARCHITECTURES = {  # general.architecture -> architectures[0] and model_type of
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 _HYBRIDS = ("qwen35", "qwen35moe")
 _MIXTURES = ("qwen3moe", "qwen35moe", "gpt-oss")
+_GEMMAS = ("gemma3", "gemma4")
+_GEMMA3_27B_LAYERS = 62
 _OPTIONAL = {  # metadata entry, after the architecture's name -> entry of config.json
     "feed_forward_length": "intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -55,7 +60,7 @@ _RECURRENT_SETTINGS = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 _NEUTRAL = {  # entries that would change what the model computes -> their values without effect
-    **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"), 0),
+    **dict.fromkeys(("attention.scale", "attn_logit_softcapping"), 0),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), 1),
     **dict.fromkeys(("attention.temperature_scale", "pooling_type", "attention.clamp_kqv"), 0),
     **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), 1),
@@ -115,9 +120,21 @@ _OF_LAYERS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_OF_GEMMA_LAYERS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+}
 _OF_LAYERS_WITH_ENDING = {
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
     "attn_sinks.weight": "self_attn.sinks",
 }
 _OF_EXPERTS = {
@@ -181,6 +198,12 @@ class _Metadata:
             )
         return value
 
+    def of_layers(self, name: str, num_layers: int) -> list[Any] | None:
+        """Return the entry if it is a list with an element for each layer, or None."""
+        value = self._model.metadata.get(f"{self.architecture}.{name}")
+        listed = value.tolist() if isinstance(value, np.ndarray) else value
+        return listed if isinstance(listed, list) and len(listed) == num_layers else None
+
     def count(self, name: str, default: int | None = None) -> int:
         """Return an entry that must be a positive integer, or the default."""
         value = self.number(name, default)
@@ -207,7 +230,10 @@ def settings(model: GGUFModel) -> dict[str, Any]:
         if given.get(name, neutral) != neutral:
             raise given.refusal(name, "use another model")
     has_experts, is_hybrid = given.architecture in _MIXTURES, given.architecture in _HYBRIDS
-    if given.get("expert_count") and not has_experts:
+    is_gemma = given.architecture in _GEMMAS
+    if given.get("final_logit_softcapping") and not is_gemma:
+        raise given.refusal("final_logit_softcapping", "use another model")
+    if given.get("expert_count") and not has_experts and given.architecture != "gemma4":
         raise given.refusal("expert_count", f"use a mixture of experts with the architecture {' or '.join(_MIXTURES)}")
     num_heads, num_draft_layers = given.count("attention.head_count"), given.count("nextn_predict_layers", 0)
     num_layers = given.count("block_count") - num_draft_layers
@@ -224,7 +250,7 @@ def settings(model: GGUFModel) -> dict[str, Any]:
         "hidden_size": given.count("embedding_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": given.count("attention.head_count_kv"),
+        "num_key_value_heads": None if is_gemma else given.count("attention.head_count_kv"),
         "head_dim": head_dim,
         "vocab_size": _tensor(model, "token_embd.weight").shape[0],
         "max_position_embeddings": given.count("context_length"),
@@ -234,6 +260,8 @@ def settings(model: GGUFModel) -> dict[str, Any]:
         "eos_token_id": _end_tokens(model.metadata, given.architecture),
     }
     found |= {entry: given.count(name) for name, entry in _OPTIONAL.items() if given.get(name)}
+    if is_gemma:
+        found |= _gemma_settings(model, given, found)
     if given.architecture != "qwen2":  # whose q, k and v always have biases
         found["attention_bias"] = "blk.0.attn_q.bias" in names
     if has_experts:
@@ -249,6 +277,48 @@ def settings(model: GGUFModel) -> dict[str, Any]:
         has_head = f"blk.{num_layers}.nextn.eh_proj.weight" in names
         found["mtp_num_hidden_layers"] = num_draft_layers if has_head else 0
     return found
+
+
+def _gemma_settings(model: GGUFModel, given: _Metadata, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of Gemma 3 and 4. Their files leave out what llama.cpp knows of the architecture."""
+    num_layers, head_dim = found["num_hidden_layers"], found["head_dim"]
+    windows = given.of_layers("attention.sliding_window_pattern", num_layers)
+    if windows is None:
+        interval = given.count("attention.sliding_window_pattern", 6)
+        windows = [bool((layer + 1) % interval) for layer in range(num_layers)]
+    of_window = {"rope_type": "default", "rope_theta": float(given.number("rope.freq_base_swa", 10000.0))}
+    new: dict[str, Any] = {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windows],
+        "sliding_window": given.count("attention.sliding_window"),
+        "rope_parameters": {"full_attention": found["rope_parameters"], "sliding_attention": of_window},
+        "final_logit_softcapping": given.get("final_logit_softcapping") or None,
+    }
+    heads = given.of_layers("attention.head_count_kv", num_layers)
+    heads = [given.count("attention.head_count_kv")] * num_layers if heads is None else heads
+    of_kind = {
+        kind: [count for count, each in zip(heads, windows, strict=True) if each == kind] for kind in (True, False)
+    }
+    if any(len(set(counts)) > 1 or not isinstance(counts[0], int) for counts in of_kind.values() if counts):
+        raise given.refusal("attention.head_count_kv", "layers of a kind must have equally many heads")
+    if given.architecture == "gemma3":
+        # llama.cpp has no entry for it, and knows the 27B by its number of layers
+        is_27b = num_layers == _GEMMA3_27B_LAYERS
+        scalar = found["hidden_size"] / found["num_attention_heads"] if is_27b else head_dim
+        return new | {"num_key_value_heads": heads[0], "query_pre_attn_scalar": scalar}
+    (of_windows, *_), (of_others, *_) = (of_kind[kind] or heads for kind in (True, False))
+    last = max((layer for layer, each in enumerate(windows) if not each), default=0)
+    takes_v_from_k = f"blk.{last}.attn_v.weight" not in model.tensors
+    if of_windows != of_others and not takes_v_from_k:
+        raise given.refusal("attention.head_count_kv", "layers with attn_v must have equally many heads")
+    new |= {"num_key_value_heads": of_windows, "attention_k_eq_v": takes_v_from_k}
+    new |= {"num_global_key_value_heads": of_others if takes_v_from_k else None}
+    new |= {"head_dim": given.count("attention.key_length_swa"), "global_head_dim": head_dim}
+    new["num_kv_shared_layers"] = int(given.number("attention.shared_kv_layers", 0))
+    new["hidden_size_per_layer_input"] = int(given.number("embedding_length_per_layer_input", 0))
+    if given.get("expert_count"):
+        new |= {entry: given.count(name) for name, entry in _EXPERT_SETTINGS.items()} | {"enable_moe_block": True}
+        new["top_k_experts"] = new.pop("num_experts_per_tok")
+    return new
 
 
 def _tensor(model: GGUFModel, name: str) -> GGUFTensor:
@@ -297,9 +367,29 @@ def _rope(model: GGUFModel, given: _Metadata, head_dim: int) -> dict[str, Any]:
     num_rotated = given.count("rope.dimension_count", head_dim)
     if num_rotated != head_dim:
         rope["partial_rotary_factor"] = num_rotated / head_dim
-    if _ROPE_TENSOR in model.tensors:
+    if given.architecture == "gemma4":
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": _proportion(model)}
+    elif _ROPE_TENSOR in model.tensors:
         rope |= _llama3_rope(model, rope["rope_theta"], num_rotated)
     return rope
+
+
+def _proportion(model: GGUFModel) -> float:
+    """Return the share of pairs that rotate in the layers of Gemma 4 that attend to all keys: those with the factor 1.
+    The factor of the others is 1e30. Of a file on the hub only the header is read; a plan needs no proportion.
+    """
+    if _ROPE_TENSOR not in model.tensors:
+        return 1.0
+    tensor = model.tensors[_ROPE_TENSOR]
+    if not tensor.path.is_file():
+        return 0.25
+    factors = _read_floats(tensor)
+    num_rotated = int((factors == 1).sum())
+    if not (factors[:num_rotated] == 1).all() or not (factors[num_rotated:] >= 1e29).all() or not num_rotated:
+        raise CheckpointError(
+            f"{model.path} has factors for the rope ({_ROPE_TENSOR}) that are not Gemma 4's, which is not supported"
+        )
+    return num_rotated / len(factors)
 
 
 def _llama3_rope(model: GGUFModel, theta: float, num_rotated: int) -> dict[str, Any]:
@@ -344,7 +434,8 @@ def weights(model: GGUFModel) -> Iterator[tuple[str, Weight]]:
     """Yield each weight with its name in a checkpoint. A tensor without such a name keeps its own name."""
     given = _Metadata(model)
     num_layers = given.count("block_count") - given.count("nextn_predict_layers", 0)
-    changed = _CHANGES[given.architecture](given)
+    changed, is_gemma = _CHANGES[given.architecture](given), given.architecture in _GEMMAS
+    names = _OF_LAYERS | _OF_GEMMA_LAYERS if is_gemma else _OF_LAYERS
     for name, tensor in model.tensors.items():
         if name == _ROPE_TENSOR:
             continue
@@ -356,7 +447,7 @@ def weights(model: GGUFModel) -> Iterator[tuple[str, Weight]]:
         parent = f"model.layers.{layer}" if layer < num_layers else f"mtp.layers.{layer - num_layers}"
         stem, _, ending = last.rpartition(".")
         if stem in _OF_EXPERTS and len(tensor.shape) == 3:
-            yield from _experts(tensor, f"{parent}.mlp.experts", _OF_EXPERTS[stem])
+            yield from _experts(tensor, f"{parent}.experts" if is_gemma else f"{parent}.mlp.experts", _OF_EXPERTS[stem])
         elif ending == "bias" and len(tensor.shape) == 2 and len(_OF_EXPERTS.get(stem, ())) == 1:
             for expert in range(tensor.shape[0]):
                 name = f"{parent}.mlp.experts.{expert}.{_OF_EXPERTS[stem][0]}.bias"
@@ -365,8 +456,8 @@ def weights(model: GGUFModel) -> Iterator[tuple[str, Weight]]:
             yield _OF_DRAFT_HEAD[last], changed(last, Weight(tensor, tensor.shape))
         elif last in _OF_LAYERS_WITH_ENDING:
             yield f"{parent}.{_OF_LAYERS_WITH_ENDING[last]}", changed(last, Weight(tensor, tensor.shape))
-        elif stem in _OF_LAYERS:
-            yield f"{parent}.{_OF_LAYERS[stem]}.{ending}", changed(last, Weight(tensor, tensor.shape))
+        elif stem in names:
+            yield f"{parent}.{names[stem]}.{ending}", changed(last, Weight(tensor, tensor.shape))
         else:
             yield name, Weight(tensor, tensor.shape)
 
@@ -396,6 +487,10 @@ _Change = Callable[[str, Weight], Weight]
 
 def _unchanged(given: _Metadata) -> _Change:
     return lambda name, weight: weight
+
+
+def _norms_minus_one(given: _Metadata) -> _Change:
+    return lambda name, weight: weight._replace(change="minus one") if name.endswith("norm.weight") else weight
 
 
 def _llama(given: _Metadata) -> _Change:
@@ -456,6 +551,7 @@ def _hybrid(given: _Metadata) -> _Change:
 
 _CHANGES: dict[str, Callable[[_Metadata], _Change]] = {
     "llama": _llama,
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "gpt-oss"), _unchanged),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "gpt-oss", "gemma4"), _unchanged),
+    "gemma3": _norms_minus_one,
     **dict.fromkeys(_HYBRIDS, _hybrid),
 }

@@ -27,6 +27,7 @@ from nanovllm.checkpoint.quantization import (
 )
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
+    KEPT_ROPE_KEYS,
     MAX_POSITIONS,
     MROPE_KEYS,
     ROPE_KEYS,
@@ -36,11 +37,20 @@ from nanovllm.checkpoint.settings import (
     text_settings,
 )
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.arithmetic import SWIGLU_LIMIT, ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
 RECURRENT_HEAD_DIMS = (16, 32, 64, 128)  # powers of two that fill a tile
-HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # the kernels are tested with these
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 512)  # the kernels are tested with these
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig:
+    """The settings of Gemma's layers (models/gemma.py), which norm the outputs of attention and of the MLP, too."""
+
+    norms_v: bool = False  # an RMSNorm without a weight on every head of v
+    v_from_k: bool = False  # v is the product of k_proj in the layers that attend to all keys
+    has_scalars: bool = False  # a scalar multiplies the output of each layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +62,15 @@ class Architecture:
 
     qkv_bias, o_bias, mlp_bias: whether these layers have biases, or the name of the entry of config.json that tells.
     expert_bias: the same for the router and the experts. expert_size: the name of the entry with an expert's features.
-    swiglu_limit: see ExpertsConfig. interleaves_experts: a tensor of all experts has rows of gate and up in turns, and
+    has_sinks: see ModelConfig. interleaves_experts: a tensor of all experts has rows of gate and up in turns, and
     one that is not quantized has [input, output] features (models/expert_tensors.py).
-
-    window_interval: without layer_types in config.json, every layer whose number is a multiple of this attends to all
-    keys, and the others to a window. has_sinks: see ModelConfig.
 
     recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
     the model's authors recommend it, from the model cards.
 
-    is_hybrid: most layers are recurrent, the attention layers have an output gate and rotate part of a head, and norms
-    multiply by 1 + weight. fixed: entry -> the values that are supported if config.json has the entry.
+    is_hybrid: most layers are recurrent, and the attention layers have an output gate and rotate part of a head.
+    norms_add_one: norms multiply by 1 + weight. fixed: entry -> the values that are supported if config.json has the
+    entry.
     """
 
     model_type: str  # as in config.json
@@ -73,13 +81,16 @@ class Architecture:
     has_experts: bool = False
     has_qk_norm: bool = False
     is_hybrid: bool = False
+    norms_add_one: bool = False
     has_windows: bool = False  # some layers attend only to the tokens of a window
-    window_interval: int = 1
+    ends_with_attention: bool = False  # the last layer attends to all keys, as transformers ensures
     has_sinks: bool = False
     expert_bias: bool = False
     expert_size: str = "moe_intermediate_size"
-    swiglu_limit: float | None = None
     interleaves_experts: bool = False
+    gemma: "GemmaConfig | None" = None  # the settings of Gemma's layers that are not in config.json
+    activation: str = "silu"  # as in ModelConfig
+    image_tensors: tuple[str, ...] = ()  # prefixes of the names of tensors that only images or sounds need
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -110,7 +121,7 @@ _GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention
 _GPT_OSS |= {"num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _GPT_OSS |= {"rope_theta": 150000.0, "torch_dtype": "bfloat16"}  # the authors' files have no entry for the type
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-_GPT_OSS |= {"rope_scaling": _GPT_OSS_ROPE}
+_GPT_OSS |= {"rope_scaling": _GPT_OSS_ROPE, "sliding_window_pattern": 2}
 _HYBRID = _COMMON | {"intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
 _HYBRID |= {"vocab_size": 248320, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
 _HYBRID |= {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
@@ -118,6 +129,34 @@ _HYBRID |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_nu
 _HYBRID_MOE = _HYBRID | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
 _HYBRID_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _HYBRID_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_GEMMA3: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+_GEMMA3 |= {"num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072}
+_GEMMA3 |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True, "eos_token_id": 1}
+_GEMMA3 |= {"sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256}
+_GEMMA3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+_GEMMA4 = _GEMMA3 | {"num_hidden_layers": 30, "vocab_size": 262144, "sliding_window": 512, "rope_theta": None}
+_GEMMA4 |= {"global_head_dim": 512, "num_global_key_value_heads": None}
+_GEMMA4 |= {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
+_GEMMA4 |= {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256}
+_GEMMA4 |= {"enable_moe_block": False}
+_GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
+_GEMMA4_UNIFIED |= {"hidden_size_per_layer_input": 0}
+_GEMMA4_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": ("vision",),  # between the tokens of an image
+    "hidden_size_per_layer_input": (0,),
+    "num_kv_shared_layers": (0,),
+}
+_GEMMA3_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
+    "attn_logit_softcapping": (None,),
+}
 _HYBRID_FIXED: Mapping[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),  # of the recurrent layers; transformers ignores it
@@ -136,8 +175,39 @@ def _hybrid(model_type: str, *, has_experts: bool = False) -> Architecture:
         has_qk_norm=True,
         has_experts=has_experts,
         is_hybrid=True,
+        norms_add_one=True,
+        image_tensors=("model.visual.",),
         fixed=_HYBRID_FIXED,
         recommended_yarn={262144: (262144, 1010000)},
+    )
+
+
+def _gemma3(model_type: str) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        defaults=_GEMMA3,
+        has_qk_norm=True,
+        has_windows=True,
+        norms_add_one=True,
+        gemma=GemmaConfig(),
+        activation="gelu_tanh",
+        image_tensors=("model.vision_tower.", "model.multi_modal_projector."),
+        fixed=_GEMMA3_FIXED,
+    )
+
+
+def _gemma4(model_type: str, defaults: Mapping[str, Any] = _GEMMA4) -> Architecture:
+    parts = "vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder"
+    return Architecture(
+        model_type=model_type,
+        defaults=defaults,
+        has_qk_norm=True,
+        has_windows=True,
+        ends_with_attention=True,
+        gemma=GemmaConfig(norms_v=True, has_scalars=True),
+        activation="gelu_tanh",
+        image_tensors=tuple(f"model.{part}." for part in parts),
+        fixed=_GEMMA4_FIXED,
     )
 
 
@@ -163,19 +233,24 @@ ARCHITECTURES = {
         model_type="gpt_oss",
         defaults=_GPT_OSS,
         has_windows=True,
-        window_interval=2,
         has_sinks=True,
         has_experts=True,
         expert_bias=True,
         expert_size="intermediate_size",
-        swiglu_limit=7.0,
+        activation="clamped_swiglu",
         interleaves_experts=True,
-        fixed={"swiglu_limit": (7.0,)},  # transformers ignores it
+        fixed={"swiglu_limit": (SWIGLU_LIMIT,)},  # transformers ignores it
     ),
     "Qwen3_5ForCausalLM": _hybrid("qwen3_5_text"),
     "Qwen3_5ForConditionalGeneration": _hybrid("qwen3_5"),
     "Qwen3_5MoeForCausalLM": _hybrid("qwen3_5_moe_text", has_experts=True),
     "Qwen3_5MoeForConditionalGeneration": _hybrid("qwen3_5_moe", has_experts=True),
+    "Gemma3ForCausalLM": _gemma3("gemma3_text"),
+    "Gemma3ForConditionalGeneration": _gemma3("gemma3"),
+    "Gemma4ForCausalLM": _gemma4("gemma4_text"),
+    "Gemma4ForConditionalGeneration": _gemma4("gemma4"),
+    "Gemma4UnifiedForCausalLM": _gemma4("gemma4_unified_text", _GEMMA4_UNIFIED),
+    "Gemma4UnifiedForConditionalGeneration": _gemma4("gemma4_unified", _GEMMA4_UNIFIED),
 }
 LAYER_KINDS = {  # by the names in config.json
     "full_attention": "attention",
@@ -188,6 +263,7 @@ ROPE_TYPES = {  # rope type -> the keys that it needs
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
 }
 
 
@@ -197,7 +273,7 @@ class RopeConfig:
 
     rope_type: str = "default"  # a key of ROPE_TYPES
     rope_theta: float = 10000.0
-    partial_rotary_factor: float = 1.0  # the share of a head that is rotated
+    partial_rotary_factor: float = 1.0  # the share of a head that is rotated; if proportional, of its pairs
     factor: float = 1.0
     original_max_position_embeddings: int = 0  # dynamic, yarn and llama3: the length the model was trained on
     low_freq_factor: float = 1.0  # llama3
@@ -222,11 +298,9 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
+    activation: str = "silu"  # as in ModelConfig
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
     has_bias: bool = False  # the router and the experts have biases
-    # None for silu(gate) * up; or the limit of the clamped form: with gate at most the limit, and up from -limit to
-    # limit, gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
-    swiglu_limit: float | None = None
     # The layers whose experts are in CPU memory. KV on disk does not depend on them, so `repr` leaves them out
     cpu_layers: tuple[int, ...] = field(default=(), repr=False)
 
@@ -275,7 +349,8 @@ class AttentionConfig:
     @property
     def rotary_dim(self) -> int:
         """Number of elements at the beginning of a head that the rotary embedding rotates."""
-        return int(self.head_dim * self.rope.partial_rotary_factor)
+        share = 1.0 if self.rope.rope_type == "proportional" else self.rope.partial_rotary_factor
+        return int(self.head_dim * share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +395,11 @@ class ModelConfig:
     has_sinks: bool = False  # each head has a logit that joins the softmax without a value, in all attention layers
     attention_gate: bool = False  # sigmoid gates multiply the output of attention
     norms_add_one: bool = False  # norms multiply by 1 + weight
+    # Of gated MLPs: "silu", "gelu_tanh" (GELU with the tanh approximation), or "clamped_swiglu" (act_and_mul in
+    # layers/linear.py)
+    activation: str = "silu"
+    gemma: GemmaConfig | None = None  # None if the layers are not Gemma's
+    logit_softcap: float | None = None  # logits are softcap * tanh(logits / softcap); None for no bound
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
 
     @property
@@ -349,6 +429,11 @@ class ModelConfig:
         return self.quantization.format_of(name) if self.quantization is not None and is_gguf else None
 
     @property
+    def embedding_scale(self) -> float:
+        """The factor of the rows of the embedding table."""
+        return 1.0 if self.gemma is None else self.hidden_size**0.5
+
+    @property
     def has_cpu_experts(self) -> bool:
         """True if the experts of some layers are in CPU memory."""
         return self.experts is not None and bool(self.experts.cpu_layers)
@@ -376,6 +461,10 @@ class ModelConfig:
             rope=self.rope,
             scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
         )
+
+    def v_from_k(self, kind: str) -> bool:
+        """Return True if the layers of a kind have no v projection."""
+        return kind == "attention" and self.gemma is not None and self.gemma.v_from_k
 
     @property
     def rotary_dim(self) -> int:
@@ -495,21 +584,25 @@ def _read_config(
     architecture = ARCHITECTURES[name]
     settings = _with_defaults(given, outside, architecture, config_path)
     _check_fixed(settings, architecture)
-    num_heads, num_kv_heads = _num_heads(settings)
 
     def is_set(switch: bool | str) -> bool:
         return bool(settings.get(switch)) if isinstance(switch, str) else switch
 
-    interval = given.get("full_attention_interval") if architecture.is_hybrid else None
-    layer_kinds = _layer_kinds(settings, architecture, interval)
+    layer_kinds = _layer_kinds(settings, architecture, given.get(_interval_entry(architecture)))
+    num_kv_heads, head_dim = _global_heads(settings, layer_kinds)
+    rope, scale = _rope(settings, architecture), _attention_scale(settings, architecture)
+    gemma, experts = architecture.gemma, _experts(settings, architecture) if architecture.has_experts else None
+    if gemma is not None:
+        gemma = replace(gemma, v_from_k=bool(settings.get("attention_k_eq_v")))
+        experts = _gemma_experts(settings) if settings.get("enable_moe_block") else None
     config = ModelConfig(
         architecture=name,
         hidden_size=settings["hidden_size"],
         intermediate_size=_mlp_size(settings),
         num_layers=settings["num_hidden_layers"],
-        num_heads=num_heads,
+        num_heads=settings["num_attention_heads"],
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(settings),
+        head_dim=head_dim,
         vocab_size=settings["vocab_size"],
         rms_norm_eps=float(settings["rms_norm_eps"]),
         max_position_embeddings=settings["max_position_embeddings"],
@@ -518,17 +611,21 @@ def _read_config(
         o_bias=is_set(architecture.o_bias),
         mlp_bias=is_set(architecture.mlp_bias),
         qk_norm=architecture.has_qk_norm,
-        rope=_rope(settings, architecture),
+        rope=rope,
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, None if "eos_token_id" in (hf_overrides or {}) else directory),
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
-        experts=_experts(settings, architecture) if architecture.has_experts else None,
+        experts=experts,
         layer_kinds=layer_kinds,
-        window=_window(settings, architecture) if architecture.has_windows else None,
         has_sinks=architecture.has_sinks,
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,
+        window=_window(settings, rope, scale) if architecture.has_windows else None,
+        attention_scale=scale,
         attention_gate=architecture.is_hybrid,
-        norms_add_one=architecture.is_hybrid,
+        norms_add_one=architecture.norms_add_one,
+        activation=architecture.activation,
+        gemma=gemma,
+        logit_softcap=settings.get("final_logit_softcapping"),
         has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(model, directory),
     )
     if config.rotary_dim % 2 or config.rotary_dim < 2:
@@ -548,7 +645,7 @@ def _read_config(
 def _with_defaults(
     given: Mapping[str, Any], outside: Mapping[str, Any], architecture: Architecture, path: Path
 ) -> dict[str, Any]:
-    """Return the entries with the architecture's defaults. Null for a switch or for hidden_act counts as absent.
+    """Return the entries with the architecture's defaults. Null for a switch, hidden_act or the rope counts as absent.
 
     outside: entries outside `text_config`, which transformers ignores. Raises CheckpointError if an entry outside has
     another value than the entry in the text part.
@@ -559,8 +656,10 @@ def _with_defaults(
             f"head_dim=None can mean hidden_size / num_attention_heads or the default of {architecture.model_type}, "
             f"{defaults['head_dim']}; correct {path}"
         )
-    is_absent = {name for name in (*SWITCHES, "hidden_act") if given.get(name) is None}
+    is_absent = {name for name in (*SWITCHES, "hidden_act", "rope_parameters") if given.get(name) is None}
     settings = {**defaults, **{name: value for name, value in given.items() if name not in is_absent}}
+    if given.get("rope_scaling") and "rope_parameters" not in given:
+        settings.pop("rope_parameters", None)
     for name, value in outside.items():
         if value != settings.get(name):
             raise CheckpointError(
@@ -609,13 +708,20 @@ def _weight_dtype(settings: Mapping[str, Any]) -> str:
     return dtype
 
 
+def _interval_entry(architecture: Architecture) -> str:
+    """Return the entry that gives the distance between layers that attend to all keys, "" if there is none."""
+    if architecture.is_hybrid:
+        return "full_attention_interval"
+    return "sliding_window_pattern" if architecture.has_windows else ""
+
+
 def _layer_kinds(
     settings: Mapping[str, Any], architecture: Architecture, given_interval: int | None
 ) -> tuple[str, ...]:
     """Return the kind of each layer. Only hybrid architectures have recurrent layers, and only architectures that mix
     them with attention to all keys have layers with a window.
 
-    given_interval: full_attention_interval in config.json, if the architecture has this entry.
+    given_interval: the distance between layers that attend to all keys in config.json, if it has this entry.
     """
     remedy = "only full attention is supported; use a checkpoint without a sliding window"
     # Qwen's files give a window and disable it with use_sliding_window=false. Without use_sliding_window it is enabled
@@ -627,15 +733,16 @@ def _layer_kinds(
             f"dual_chunk_attention_config={chunks} is not supported; "
             "remove the entry from config.json to run plain attention"
         )
-    num_layers = settings["num_hidden_layers"]
-    interval = settings["full_attention_interval"] if architecture.is_hybrid else architecture.window_interval
+    num_layers, entry = settings["num_hidden_layers"], _interval_entry(architecture)
+    interval = settings[entry] if entry else 1
     if interval is None and not settings.get("layer_types"):
-        _require_integers(settings, "full_attention_interval")
-    local = "linear_attention" if architecture.is_hybrid else "sliding_attention"
-    by_interval = [local if interval and (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+        _require_integers(settings, entry)
+    other = "linear_attention" if architecture.is_hybrid else "sliding_attention"
+    by_interval = [other if interval and (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+    if architecture.ends_with_attention:
+        by_interval[-1] = "full_attention"
     types = settings.get("layer_types") or by_interval
-    supported = ["full_attention"]
-    supported += ["linear_attention"] * architecture.is_hybrid + ["sliding_attention"] * architecture.has_windows
+    supported = ["full_attention", other] if entry else ["full_attention"]
     if other_types := sorted({str(each) for each in types} - set(supported)):
         raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
     if len(types) != num_layers:
@@ -648,12 +755,69 @@ def _layer_kinds(
             f"layer_types has {types.count('full_attention')} of {num_layers} layers with full_attention; give at "
             f"least one layer of each type: {', '.join(supported)}"
         )
+    if architecture.ends_with_attention and types[-1] != "full_attention":
+        raise CheckpointError(
+            f"layer_types ends with {types[-1]}, and the last layer of {architecture.model_type} has full_attention; "
+            "correct config.json, or give layer_types in hf_overrides"
+        )
     if given_interval and types != by_interval:
         raise CheckpointError(
-            f"full_attention_interval={given_interval} and layer_types={reprlib.repr(types)} disagree; remove one of "
-            "them from config.json, or give one of them in hf_overrides"
+            f"{entry}={given_interval} and layer_types={reprlib.repr(types)} disagree; remove one of them from "
+            "config.json, or give one of them in hf_overrides"
         )
     return tuple(LAYER_KINDS[each] for each in types)
+
+
+def _attention_scale(settings: Mapping[str, Any], architecture: Architecture) -> float | None:
+    """Return the factor of the products of q and k, or None for the usual factor."""
+    if architecture.gemma is None:
+        return None
+    return 1.0 if architecture.gemma.norms_v else float(settings["query_pre_attn_scalar"]) ** -0.5
+
+
+def _global_heads(settings: Mapping[str, Any], layer_kinds: tuple[str, ...]) -> tuple[int, int]:
+    """Return num_kv_heads and head_dim of the layers that attend to all keys. In Gemma 4 these layers have other heads
+    than the layers with a window; transformers writes `per_layer_config` with what differs in each layer.
+    """
+    if "global_head_dim" not in settings:
+        return _num_heads(settings)[1], _head_dim(settings)
+    num_kv_heads = settings["num_global_key_value_heads"] if settings["attention_k_eq_v"] else None
+    heads = {"head_dim": settings["global_head_dim"], "num_key_value_heads": num_kv_heads}
+    if of_layers := settings.get("per_layer_config"):
+        expected = {layer for layer, kind in enumerate(layer_kinds) if kind == "attention"}
+        numbers = {int(layer): heads for layer, heads in of_layers.items() if layer.isdecimal()}
+        found = {layer: heads for layer, heads in numbers.items() if layer < len(layer_kinds)}  # others: overridden
+        heads = next(iter(found.values()), {})
+        is_same = found.keys() == expected and all(each == heads for each in found.values())
+        if not is_same or set(heads) - {"head_dim", "num_key_value_heads"} or not isinstance(heads, dict):
+            raise CheckpointError(
+                f"per_layer_config={reprlib.repr(of_layers)} is not supported; supported are head_dim and "
+                "num_key_value_heads, equal in all layers with full_attention and absent in the others"
+            )
+    else:
+        _require_integers(settings, "global_head_dim")
+    check_settings({**settings, **heads}, Path("per_layer_config"))
+    settings = {**settings, **{name: value for name, value in heads.items() if value is not None}}
+    return _num_heads(settings)[1], _head_dim(settings)
+
+
+def _window(settings: Mapping[str, Any], rope: RopeConfig, scale: float | None) -> WindowConfig:
+    """Return the layers with a window. Gemma's have a rope with another theta, which no extension changes."""
+    if type(num_tokens := settings["sliding_window"]) is not int or not 1 <= num_tokens <= MAX_POSITIONS:
+        raise CheckpointError(
+            f"sliding_window={num_tokens!r} must be an integer from 1 to {MAX_POSITIONS}; correct config.json"
+        )
+    if "rope_local_base_freq" in settings:
+        given = settings.get("window_rope_parameters") or {}
+        rope = _read_rope(given, {"rope_theta": settings["rope_local_base_freq"]}, settings, is_partial=False)
+    num_kv_heads, head_dim = _num_heads(settings)[1], _head_dim(settings)
+    return WindowConfig(
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        scale=head_dim**-0.5 if scale is None else scale,
+        num_tokens=num_tokens,
+    )
 
 
 def _require_integers(settings: Mapping[str, Any], *names: str) -> None:
@@ -661,23 +825,6 @@ def _require_integers(settings: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if settings[name] is None:
             raise CheckpointError(f"{name}=None must be an integer; correct config.json")
-
-
-def _window(settings: Mapping[str, Any], architecture: Architecture) -> WindowConfig:
-    """Return the layers with a window, which have the same heads and rope as the other layers."""
-    num_tokens, head_dim = settings["sliding_window"], _head_dim(settings)
-    if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_POSITIONS:
-        raise CheckpointError(
-            f"sliding_window={num_tokens!r} must be a number of tokens from 1 to {MAX_POSITIONS}; correct config.json"
-        )
-    _, num_kv_heads = _num_heads(settings)
-    return WindowConfig(
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=_rope(settings, architecture),
-        scale=head_dim**-0.5,
-        num_tokens=num_tokens,
-    )
 
 
 def _recurrent(settings: Mapping[str, Any]) -> RecurrentConfig:
@@ -748,9 +895,27 @@ def _experts(settings: Mapping[str, Any], architecture: Architecture) -> Experts
         num_experts_per_token=num_chosen,
         intermediate_size=settings[architecture.expert_size],
         has_bias=architecture.expert_bias,
-        swiglu_limit=architecture.swiglu_limit,
+        activation=architecture.activation,
         norm_topk_prob=bool(settings["norm_topk_prob"]),
         layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+    )
+
+
+def _gemma_experts(settings: Mapping[str, Any]) -> ExpertsConfig:
+    """Return the experts of Gemma 4. Every layer has a dense MLP and experts."""
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if settings.get(name) is None:
+            raise CheckpointError(f"enable_moe_block=True needs {name}, which is missing; correct config.json")
+    num_experts, num_chosen = settings["num_experts"], settings["top_k_experts"]
+    if num_chosen > num_experts:
+        raise CheckpointError(f"top_k_experts={num_chosen} is more than num_experts={num_experts}; correct config.json")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_experts_per_token=num_chosen,
+        intermediate_size=settings["moe_intermediate_size"],
+        norm_topk_prob=True,
+        layers=tuple(range(settings["num_hidden_layers"])),
+        activation="gelu_tanh",
     )
 
 
@@ -800,8 +965,25 @@ def _eos_token_ids(settings: Mapping[str, Any], directory: Path | None) -> tuple
 
 
 def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig:
-    """Return the rope, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
+    """Return the rope of the layers that attend to all keys, from `rope_parameters` (transformers 5) or `rope_theta`
+    and `rope_scaling` (earlier).
+    """
+    if settings.get("window_rope_parameters") is not None and not architecture.has_windows:
+        raise CheckpointError(
+            "rope_parameters in config.json are given per layer type (full_attention, sliding_attention); "
+            f"{architecture.model_type} has one rope for all layers"
+        )
     entry = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    outside = {name: settings.get(name) for name in KEPT_ROPE_KEYS}
+    return _read_rope(entry, outside, settings, is_partial=architecture.is_hybrid)
+
+
+def _read_rope(
+    entry: Mapping[str, Any], outside: Mapping[str, Any], settings: Mapping[str, Any], *, is_partial: bool
+) -> RopeConfig:
+    """Read the entry of a rope and keys that are outside the entry. is_partial: the rope may rotate a part of each
+    head, and have sections for images.
+    """
     given = {name: value for name, value in entry.items() if value is not None}
     if given.get("type") and given.get("rope_type", given["type"]) != given["type"]:
         raise CheckpointError(
@@ -811,19 +993,19 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
     rope_type = given.get("rope_type") or given.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    known = ROPE_KEYS.keys() - (set() if architecture.is_hybrid else MROPE_KEYS)
+    known = ROPE_KEYS.keys() - (set() if is_partial else MROPE_KEYS)
     unknown, missing = sorted(entry.keys() - known), sorted(set(ROPE_TYPES[rope_type]) - given.keys())
     if unknown or missing:
         raise CheckpointError(
             f"rope type {rope_type!r} has unknown keys {unknown} and lacks {missing}; correct config.json"
         )
-    partial = given.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-    if partial != 1.0 and not architecture.is_hybrid:
+    given = {name: value for name, value in outside.items() if value is not None} | given
+    partial = given.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and not is_partial and rope_type != "proportional":
         raise CheckpointError(f"partial_rotary_factor={partial} is not supported; only 1.0 (rotate the whole head) is")
     names = {each.name for each in fields(RopeConfig)}
-    max_position, theta = settings["max_position_embeddings"], settings.get("rope_theta")
-    original = settings.get("original_max_position_embeddings") or max_position
-    values = {"original_max_position_embeddings": original} | ({"rope_theta": theta} if theta else {})
+    max_position = settings["max_position_embeddings"]
+    values = {"original_max_position_embeddings": settings.get("original_max_position_embeddings") or max_position}
     values |= {name: value for name, value in given.items() if name in names} | {"rope_type": rope_type}
     values["partial_rotary_factor"] = partial
     if rope_type == "dynamic":
@@ -861,7 +1043,7 @@ def rope_overrides(model: ModelConfig, num_tokens: int) -> tuple[dict[str, Any],
         values = {each.name: (getattr(rope, each.name), each.default) for each in fields(rope)}
         scaling = {name: value for name, (value, default) in values.items() if name in kept or value != default}
         overrides = {"rope_parameters": scaling | {"factor": rope.factor * stretch}}
-        if rope.rope_type in ("yarn", "llama3"):
+        if rope.rope_type in ("yarn", "llama3", "proportional"):
             overrides["max_position_embeddings"] = model.max_model_len_limit * stretch
         remark = f"{rope.rope_type} with a larger factor than the model was trained with"
     return overrides, remark

@@ -114,13 +114,14 @@ def model_layout(c: ModelConfig) -> ModelLayout:
     sparse, on_cpu = (c.experts.layers, c.experts.cpu_layers) if c.experts else ((), ())
     head: list[LayoutEntry] = [Tensor("model.norm.weight", (c.hidden_size,))]
     head += [_vocabulary(c, "lm_head", c.head_format)] if c.has_own_head else []
+    layer = _layer if c.gemma is None else _gemma_layer
     layers = (
-        _layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse, on_cpu=i in on_cpu)
+        layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse, on_cpu=i in on_cpu)
         for i, kind in enumerate(c.layer_kinds)
     )
     mtp = tuple(_mtp(c)) if c.has_mtp else ()
     embedding = (_vocabulary(c, "model.embed_tokens", c.embedding_format),)
-    return ModelLayout(embedding, tuple(head), tuple(weight for layer in layers for weight in layer), mtp)
+    return ModelLayout(embedding, tuple(head), tuple(weight for weights in layers for weight in weights), mtp)
 
 
 def _vocabulary(c: ModelConfig, name: str, own_format: Quantization | None) -> Linear:
@@ -151,11 +152,31 @@ def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool, on_cpu: boo
         yield from _mlp(c, f"{name}.mlp")
 
 
+def _gemma_layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool, on_cpu: bool) -> Iterator[LayoutEntry]:
+    assert c.gemma is not None, "the layers are Gemma's"
+    norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    yield from _attention(c, f"{name}.self_attn", kind)
+    yield from _mlp(c, f"{name}.mlp")
+    if is_sparse:
+        assert c.experts is not None, "the layer has experts"
+        norms += ["pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
+        num_experts = c.experts.num_experts
+        yield Linear(f"{name}.router.proj", {"proj": num_experts}, c.hidden_size, split=None, may_be_quantized=False)
+        yield Tensor(f"{name}.router.scale", (c.hidden_size,))
+        yield Tensor(f"{name}.router.per_expert_scale", (num_experts,))
+        yield from _routed_experts(c, name, on_cpu)
+    for norm in norms:
+        yield Tensor(f"{name}.{norm}.weight", (c.hidden_size,))
+    if c.gemma.has_scalars:
+        yield Tensor(f"{name}.layer_scalar", (1,))
+
+
 def _attention(c: ModelConfig, name: str, kind: str) -> Iterator[LayoutEntry]:
     """Yield the weights of attention. With gates, q_proj has for each head the head's rows, then the gate's rows."""
     heads = c.attention(kind)
     q, kv = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv, "v_proj": kv}
+    qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv}
+    qkv |= {} if c.v_from_k(kind) else {"v_proj": kv}
     yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
     yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
     if c.has_sinks:
@@ -190,12 +211,19 @@ def _mlp(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
 def _experts(c: ModelConfig, name: str, on_cpu: bool) -> Iterator[LayoutEntry]:
     """Yield a sparse MLP: the router, the experts, and the expert that every token uses if there is one."""
     assert c.experts is not None, "the layer has experts"
-    num_experts, size = c.experts.num_experts, c.experts.intermediate_size
-    gates = {"gate": num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})
-    gate_up, down, bias = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}, c.experts.has_bias
+    gates = {"gate": c.experts.num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})
+    bias = c.experts.has_bias
     yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, bias=bias, may_be_quantized=False)
-    of_experts: dict[str, Any] = {"num_experts": num_experts, "on_cpu": on_cpu, "bias": bias}
-    yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", **of_experts)
-    yield Linear(f"{name}.experts.down", down, size, split="columns", **of_experts)
+    yield from _routed_experts(c, name, on_cpu)
     if c.experts.shared_size:
         yield from _mlp(c, f"{name}.shared_expert")
+
+
+def _routed_experts(c: ModelConfig, name: str, on_cpu: bool) -> Iterator[LayoutEntry]:
+    """Yield the experts from which the router of the sparse MLP `name` chooses."""
+    assert c.experts is not None, "the layer has experts"
+    size = c.experts.intermediate_size
+    of_experts: dict[str, Any] = {"num_experts": c.experts.num_experts, "on_cpu": on_cpu, "bias": c.experts.has_bias}
+    gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}
+    yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", **of_experts)
+    yield Linear(f"{name}.experts.down", down, size, split="columns", **of_experts)

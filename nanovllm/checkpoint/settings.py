@@ -45,7 +45,7 @@ _REQUIRED = {
 }
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window"),
-    *("norm_topk_prob", "attn_output_gate", "mtp_use_dedicated_embeddings"),
+    *("norm_topk_prob", "attn_output_gate", "mtp_use_dedicated_embeddings", "attention_k_eq_v", "enable_moe_block"),
 )
 ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     **_REQUIRED,
@@ -65,6 +65,19 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     "linear_conv_kernel_dim": (2, 2**4),
     "swiglu_limit": (1e-6, 1e6),
     "mtp_num_hidden_layers": (0, 2**12),
+    # Gemma
+    "hidden_activation": str,
+    "sliding_window_pattern": (1, 2**12),
+    "rope_local_base_freq": _KEPT["rope_theta"],
+    "query_pre_attn_scalar": (1e-6, 1e6),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (1e-6, 1e6)),
+    "use_bidirectional_attention": object,
+    "global_head_dim": (1, 2**10),
+    "num_global_key_value_heads": (1, 2**12),
+    "per_layer_config": dict,
+    "top_k_experts": (1, 2**12),
+    "num_kv_shared_layers": (0, 2**12),
+    "hidden_size_per_layer_input": (0, 2**16),
 }
 _MAX_LABELS = 2**20  # transformers makes a table of all labels
 _NOT_OVERRIDABLE = {
@@ -73,6 +86,7 @@ _NOT_OVERRIDABLE = {
     "compression_config": dict,
     "original_max_position_embeddings": (1, MAX_POSITIONS),  # outside the rope's entry
     "num_labels": (0, _MAX_LABELS),
+    "window_rope_parameters": dict,
 }
 ROPE_KEYS: dict[str, Any] = {
     **_KEPT,
@@ -92,7 +106,7 @@ MROPE_KEYS = {"mrope_section", "mrope_interleaved"}  # pairs that rotate by rows
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
 KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry
-_LAYERS = ("layer_types", "full_attention_interval")  # model_config.py compares the two
+_LAYERS = ("layer_types", "full_attention_interval", "sliding_window_pattern")  # model_config.py compares them
 SYNONYMS = (
     ROPE_ENTRIES,
     ("dtype", "torch_dtype"),
@@ -103,6 +117,7 @@ SYNONYMS = (
 # Entries that may be outside `text_config`: the kind of file, and settings of the text part
 _OF_FILE = ("architectures", "auto_map", "model_type")
 _OUTER = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
+_READ_TOO = ("compression_config", "original_max_position_embeddings", "window_rope_parameters")
 _ROPE_PLACES = (*KEPT_ROPE_KEYS, "original_max_position_embeddings")  # may be inside the rope's entry or outside
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -120,10 +135,11 @@ def text_settings(
 
     content: the object in the config.json at `path`. Raises CheckpointError for values of one setting that disagree.
     """
-    overrides = overrides or {}
+    content, overrides = _with_ropes_apart(content), _with_ropes_apart(overrides or {})
     replaced = {name for name in overrides if name not in _ROPE_PLACES}
     replaced |= {name for names in SYNONYMS for name in names if any(other in overrides for other in names)}
-    text, read = content.get("text_config"), (*ENTRIES, "compression_config", "original_max_position_embeddings")
+    text, read = content.get("text_config"), (*ENTRIES, *_READ_TOO)
+    text = _with_ropes_apart(text) if isinstance(text, dict) else text
     stored = {"": content} if not isinstance(text, dict) else {"text_config.": text, "": content}
     levels = {prefix: {k: v for k, v in level.items() if k not in replaced} for prefix, level in stored.items()}
     names_of = {name: names for names in SYNONYMS for name in names if name not in _LAYERS}
@@ -147,6 +163,19 @@ def text_settings(
     said |= {name for names in SYNONYMS for name in names if said.intersection(names)}
     outside = {name: value for name, value in outer.items() if name not in said | replaced | overrides.keys()}
     return apply_overrides(settings, overrides), outside
+
+
+def _with_ropes_apart(level: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries with the rope of the layers that attend to all keys under its usual name, and the rope of the
+    layers with a window as `window_rope_parameters`, if one entry has the ropes of both by the type of the layer.
+    """
+    apart = dict(level)
+    for name in ROPE_ENTRIES:
+        rope = _dict(level.get(name))
+        if rope and rope.keys() <= {"full_attention", "sliding_attention"}:
+            apart[name] = rope.get("full_attention")
+            apart["window_rope_parameters"] = rope.get("sliding_attention") or {}
+    return apart
 
 
 def _places(levels: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[tuple[str, Any]]:
@@ -201,12 +230,12 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
     settings: the content of the config.json at `path`.
     """
     _check_entries(settings, ENTRIES | _NOT_OVERRIDABLE, path)
-    for name in ROPE_ENTRIES:
+    for name in (*ROPE_ENTRIES, "window_rope_parameters"):
         rope = settings.get(name) or {}
         if any(isinstance(value, dict) for value in rope.values()):
             raise CheckpointError(
-                f"{name} of {path} is given per layer type ({', '.join(rope)}); "
-                "only one rope for all layers is supported"
+                f"{name} of {path} is given per layer type ({', '.join(rope)}); supported are one rope for all layers, "
+                "and one each for full_attention and sliding_attention"
             )
         _check_entries(rope, ROPE_KEYS, path, f"{name}.")
 

@@ -22,6 +22,7 @@ from nanovllm.capabilities.shadow.drafts import ShadowSetup
 from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
+from nanovllm.capabilities.windows.memory import WindowSetup
 from nanovllm.capacity.costs import prefill_flop, token_keys
 from nanovllm.capacity.division import ShadowSize, divide_memory, kept_blocks
 from nanovllm.capacity.plan import experts_summary, make_plan, plan_summary
@@ -36,7 +37,7 @@ from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.seams import STREAM_ALL, Companion
-from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
+from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, WindowSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, has_mixed_graphs, max_step_rows
 from nanovllm.runner.measure import measure_drafts, measure_kv_room
@@ -200,7 +201,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
 
 def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int:
     """Return the most sequences that run together. With recurrent layers, each sequence needs a state slot."""
-    if not spec.is_recurrent:
+    if not spec.has_states:
         return config.max_num_seqs
     return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))
 
@@ -289,7 +290,8 @@ def companion_setups(spec: KVCacheSpec, sizes: KVCacheSizes) -> list[CompanionSe
     if sizes.num_pages:
         setups.append(ShadowSetup(sizes.num_pages, sizes.shadow_bits))
     if sizes.num_state_slots:
-        setups.append(StateSetup(sizes.num_state_slots, sizes.num_snapshots))
+        setup = WindowSetup if isinstance(spec.states, WindowSpec) else StateSetup
+        setups.append(setup(sizes.num_state_slots, sizes.num_snapshots))
     if spec.has_draft_head:
         setups.append(HeadSetup(sizes.num_cpu_blocks, sizes.num_state_slots))
     return setups
@@ -300,7 +302,7 @@ def smallest_sizes(spec: KVCacheSpec, num_cpu_blocks: int, shadow_bits: int) -> 
 
     shadow_bits: 0 without a shadow.
     """
-    return KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits, int(spec.is_recurrent))
+    return KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits, int(spec.has_states))
 
 
 def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> list[Companion]:
@@ -313,7 +315,7 @@ def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> 
         spared = num_spared_blocks if config.enable_cpu_offload else 0
         companions.append(ShadowPages(sizes.num_pages, num_sinks, spared))
     if sizes.num_state_slots:
-        model_drafts = not spec.has_draft_head
+        model_drafts = not spec.has_draft_head and spec.states.drafts_take_slots
         companions.append(RecurrentStates(sizes.num_state_slots, sizes.num_snapshots, model_drafts=model_drafts))
     if spec.has_draft_head:
         companions.append(HeadPages())

@@ -123,7 +123,7 @@ class PlanOptions:
 
 def disk_states(plan: CapacityPlan) -> int:
     """Return the number of states of recurrent layers on disk for a document of `context` tokens."""
-    return num_document_states(plan.context, _prefix_tokens(plan)) if plan.spec.is_recurrent else 0
+    return num_document_states(plan.context, _prefix_tokens(plan)) if plan.spec.has_states else 0
 
 
 def disk_bytes(plan: CapacityPlan) -> int:
@@ -264,7 +264,7 @@ def _vocabulary_remark(plan: CapacityPlan) -> str:
 
 
 def _states_remark(plan: CapacityPlan) -> str:
-    if not plan.spec.is_recurrent:
+    if not plan.spec.has_states:
         return ""
     num_seqs = max_stateful_seqs(plan.config, plan.spec.states, plan.num_state_slots)
     return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
@@ -346,6 +346,10 @@ def seconds_text(number: float) -> str:
 
 
 HUB_NAMES = {  # models with the sizes of the presets, which have no weights
+    **{f"gemma-3-{size}": f"google/gemma-3-{size}-it" for size in ("270m", "1b", "4b", "12b", "27b")},
+    "gemma-4-12b": "google/gemma-4-12B-it",
+    "gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it",
+    "gemma-4-31b": "google/gemma-4-31B-it",
     "gpt-oss-20b": "openai/gpt-oss-20b",
     "gpt-oss-120b": "openai/gpt-oss-120b",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",

@@ -38,6 +38,7 @@ class PrefillConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool
+    num_parts: int = 1  # programs that share the columns of the values; each computes all scores
 
     @property
     def programs_per_sm(self) -> int:
@@ -69,9 +70,14 @@ def prefill_config(
     # Short single-head chunks leave less of a small tile empty
     is_short = max_query_len <= SHORT_QUERY_LEN and num_heads == 1
     if target.has_shared_operands:
+        if block_d > 256:  # where programs share keys, registers spill with TMA
+            return PrefillConfig(128, 32, 8, 2, tma=max_query_len > SHORT_QUERY_LEN, num_parts=2)
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)
         return PrefillConfig(64, 64, 4, 3, tma=True) if is_short else PrefillConfig(128, 128, 8, 3, tma=True)
+    if block_d > 256:  # with more warps than groups of 8 keys, several compute the same scores
+        num_stages = 3 if target.shared_bytes >= 160 * 1024 else 2
+        return PrefillConfig(32, 32, 4, num_stages, tma=False, num_parts=1 if target.capability < (9, 0) else 2)
     if block_d > 128:
         return PrefillConfig(64, 32, 8, 3 if target.shared_bytes >= 100 * 1024 else 2, tma=False)
     if block_d == 128:  # with fewer queries than columns, a row of scores would be split over the warps
@@ -85,25 +91,31 @@ def _exact_prefill_config(block_d: int) -> PrefillConfig:
         return PrefillConfig(32, 32, 8, 2, tma=False)
     if block_d == 128:
         return PrefillConfig(32, 32, 16, 2, tma=False)
-    return PrefillConfig(32, 16, 8, 2, tma=False)
+    return PrefillConfig(32 if block_d == 256 else 16, 16, 8, 2, tma=False)
 
 
 def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: int) -> DecodeConfig:
     """Choose the configuration for tiles of `num_rows` rows, 16 or a larger power of two. A row is a query of one head.
 
     A tile of keys has up to 64 keys and up to 16 KiB, or 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit
-    otherwise. With 64 rows and a head dim above 128 only one program fits.
+    otherwise, but at least 16 keys. With 64 rows and a head dim above 128 only one program fits.
     """
+    block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:  # no tensor cores; with larger tiles registers spill
-        return DecodeConfig(block_n=16 if head_dim > 64 else 32, num_warps=min(16, num_rows // 4), num_stages=3)
-    row_bytes = triton.next_power_of_2(head_dim) * itemsize
+        num_stages = 3 if block_d <= 256 else 2
+        return DecodeConfig(16 if head_dim > 64 else 32, num_warps=min(16, num_rows // 4), num_stages=num_stages)
     has_room = target.shared_bytes >= 160 * 1024
+
+    def num_keys(tile_kib: int) -> int:
+        return max(16, min(64, tile_kib * 1024 // (block_d * itemsize)))
+
     if num_rows <= 32:
-        return DecodeConfig(min(64, (16 if has_room else 8) * 1024 // row_bytes), num_warps=4, num_stages=3)
+        return DecodeConfig(
+            num_keys(16 if has_room else 8), num_warps=4, num_stages=3 if has_room or block_d <= 256 else 2
+        )
     # Where operands pass through registers, larger tiles spill
-    tile_bytes = (16 if target.has_shared_operands else 8) * 1024
     num_warps = 4 if head_dim <= 128 else 8
-    return DecodeConfig(min(64, tile_bytes // row_bytes), num_warps, num_stages=3 if has_room else 2)
+    return DecodeConfig(num_keys(16 if target.has_shared_operands else 8), num_warps, num_stages=3 if has_room else 2)
 
 
 def max_decode_rows(head_dim: int, itemsize: int) -> int:
@@ -130,7 +142,8 @@ def plan_prefill_splits(
     config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
     tile_queries = config.block_m // tile_heads
     num_tiles = (num_tokens - num_sequences) // tile_queries + num_sequences  # the most that there can be
-    num_programs, programs_per_wave = num_tiles * num_heads // tile_heads, num_sms * config.programs_per_sm
+    num_programs = num_tiles * num_heads // tile_heads * config.num_parts
+    programs_per_wave = num_sms * config.programs_per_sm
     return plan_num_prefill_splits(num_programs, max_context_len, programs_per_wave, MAX_PREFILL_SPLITS)
 
 

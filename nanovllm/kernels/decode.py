@@ -9,6 +9,9 @@ that share the keys. A tile has at least the 16 rows of a tensor core. If a sequ
 several programs read the same split. A second kernel merges the splits (kernels/merge.py). Lengths are read on the
 device. The grid depends only on B, S and the most queries that a sequence may have, so a CUDA graph can be replayed
 with any lengths. S is planned on the host, once per shape.
+
+With a window, the splits divide the keys from the first key that a row of the tile sees, rounded down to a tile of
+keys. Keys before it are not read.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import triton.language as tl
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import DecodeConfig, decode_config, max_decode_rows
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
-from nanovllm.kernels.merge import head_mask, merge_splits
+from nanovllm.kernels.merge import begin_softmax, head_mask, merge_splits
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 
 
@@ -35,7 +38,8 @@ def _decode_tiles(
     table_ptr,
     first_key,
     last_key,
-    last_visible,  # [ROWS]: the last key that each row sees, or None if every row sees all keys
+    first_visible,  # [ROWS]: the first key that each row sees, or None without a window
+    last_visible,  # [ROWS]: the last key that each row sees, or None if every row sees the last key
     scale_log2,
     PAGE: tl.constexpr,
     ROW: tl.constexpr,  # elements from one token to the next: K * D
@@ -68,9 +72,11 @@ def _decode_tiles(
             score = tl.where(inside[None, :], score, float("-inf"))
         elif MASKED:
             score = tl.where(key[None, :] <= last_visible[:, None], score, float("-inf"))
+        if first_visible is not None:
+            score = tl.where((start + tl.arange(0, BLOCK_N))[None, :] >= first_visible[:, None], score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = new_max  # finite, because every tile has a key
-        if MASKED and last_visible is not None:  # but some rows may see none of the tile's keys
+        if (MASKED and last_visible is not None) or first_visible is not None:  # but some rows may see none of its keys
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(score * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
@@ -81,8 +87,8 @@ def _decode_tiles(
 
 
 @triton.jit(  # do not specialise on arguments that vary from step to step
-    do_not_specialize=["table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
+    do_not_specialize=["table_stride", "num_splits", "window"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr", "sinks_ptr"],
 )
 def _decode_kernel(
     q_ptr,
@@ -93,10 +99,12 @@ def _decode_kernel(
     cu_seqlens_q_ptr,  # None if every sequence has one query
     context_lens_ptr,
     block_tables_ptr,
+    sinks_ptr,  # [H], or None
     q_stride_t,
     q_stride_h,
     table_stride,
     num_splits,
+    window,  # None if queries see all keys before them
     scale_log2,
     PAGE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -119,8 +127,14 @@ def _decode_kernel(
         if first_row >= num_queries * GROUP:
             return
     context_len = tl.load(context_lens_ptr + sequence)
-    split_len = tl.cdiv(tl.cdiv(context_len, num_splits), BLOCK_N) * BLOCK_N
-    first_key = tl.minimum(split * split_len, context_len)
+    first_key = 0
+    if window is not None:
+        seen_by_first = context_len - window
+        if CAUSAL:
+            seen_by_first += 1 - num_queries + first_row // GROUP
+        first_key = tl.maximum(seen_by_first, 0) // BLOCK_N * BLOCK_N
+    split_len = tl.cdiv(tl.cdiv(context_len - first_key, num_splits), BLOCK_N) * BLOCK_N
+    first_key = tl.minimum(first_key + split * split_len, context_len)
     last_key = tl.minimum(first_key + split_len, context_len)
     num_unmasked = last_key - first_key
     if CAUSAL:
@@ -137,6 +151,10 @@ def _decode_kernel(
         query, head, inside = row // GROUP, kv_head * GROUP + row % GROUP, row < num_queries * GROUP
         token = first_token.to(tl.int64) + query
     last_visible = context_len - num_queries + query if CAUSAL else None
+    first_visible = None
+    if window is not None:
+        last = last_visible if CAUSAL else tl.full([ROWS], 0, tl.int32) + context_len - 1
+        first_visible = last - window + 1
     is_cell = head_mask(inside, dim, D, BLOCK_D)
     q_rows = q_ptr + token * q_stride_t + head * q_stride_h
     q = tl.load(q_rows[:, None] + dim[None, :], mask=is_cell, other=0.0)
@@ -144,15 +162,14 @@ def _decode_kernel(
     k_ptr += kv_head * D
     v_ptr += kv_head * D
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum, row_max = begin_softmax(sinks_ptr, head, inside, split, ROWS)
     acc, row_sum, row_max = _decode_tiles(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, table_ptr, first_key, edge, last_visible,
-        scale_log2, PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=False,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, table_ptr, first_key, edge, first_visible,
+        last_visible, scale_log2, PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=False,
     )  # fmt: skip
     acc, row_sum, row_max = _decode_tiles(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, table_ptr, edge, last_key, last_visible,
-        scale_log2, PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=True,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, table_ptr, edge, last_key, first_visible,
+        last_visible, scale_log2, PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=True,
     )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees no key of this split, out is 0 and lse is -inf
@@ -186,11 +203,14 @@ def paged_decode(
     cu_seqlens_q: torch.Tensor | None = None,
     max_query_len: int = 1,
     causal: bool = True,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend, one query per sequence, to `context_lens` keys: `(out [T, H, D], lse [H, T] fp32)`. Hot: per layer.
 
     With `cu_seqlens_q` (int32 [B + 1], on the device) sequences have up to `max_query_len` queries, or none. PagedBatch
-    explains `cu_seqlens_q` and `causal`. Rows that belong to no sequence are left unspecified.
+    explains `cu_seqlens_q`, `causal` and `window`, `add_sinks` of attention/base.py explains `sinks_H`. Rows that
+    belong to no sequence are left unspecified.
 
     The number of splits affects only speed and rounding; see `plan_num_splits`. Without a `config` the device decides.
     The result is written to `out_THD` (contiguous) if given, else to a new tensor.
@@ -205,6 +225,8 @@ def paged_decode(
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
+    assert window is None or causal, "a window needs the causal mask"
+    assert sinks_H is None or (sinks_H.shape == (num_heads,) and sinks_H.is_contiguous()), "one sink for each head"
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_TH = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=q_THD.device)
@@ -221,10 +243,12 @@ def paged_decode(
         cu_seqlens_q,
         context_lens,
         block_tables,
+        sinks_H,
         q_THD.stride(0),
         q_THD.stride(1),
         block_tables.stride(0),
         num_splits,
+        window,
         scale * LOG2_E.value,
         PAGE=page,
         NUM_KV_HEADS=num_kv_heads,

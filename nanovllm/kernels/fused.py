@@ -10,12 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activation import ACTIVATIONS, gated
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
-from nanovllm.utils.arithmetic import SWIGLU_ALPHA
 
 # From this many tokens on, starting programs dominates the time: use fewer programs with more heads each
 MANY_TOKENS = 1024
-_ALPHA = tl.constexpr(SWIGLU_ALPHA)
 
 
 @triton.jit
@@ -90,19 +89,92 @@ def _run_rms_norm(
 
 
 @triton.jit
-def swiglu(gate, up, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """silu(gate) * up for fp32 numbers, rounded where torch rounds; or with a LIMIT the clamped form."""
-    if LIMIT is None:
-        out = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-    else:
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        out = gate / (1.0 + tl.exp(-(gate * _ALPHA))) * (up + 1.0)
-    return out
+def _normed(x, weight, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """Norm x in fp32 and round where torch rounds: before the weight, to its dtype, and after it."""
+    normed = (x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)).to(weight.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def _silu_and_mul_kernel(
-    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def _norm_add_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    scalar_ptr,
+    next_weight_ptr,
+    out_ptr,
+    sum_ptr,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    dtype = sum_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if next_weight_ptr is not None:
+        next_weight = tl.load(next_weight_ptr + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    total = (residual + _normed(x, weight, eps, dtype, SIZE).to(tl.float32)).to(dtype)
+    if scalar_ptr is not None:
+        total = (total.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(dtype)
+    tl.store(sum_ptr + token * SIZE + column, total, mask=inside)
+    if next_weight_ptr is not None:
+        normed = _normed(total.to(tl.float32), next_weight, eps, dtype, SIZE)
+        tl.store(out_ptr + token * SIZE + column, normed, mask=inside)
+
+
+def norm_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    scalar: torch.Tensor | None,
+    next_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the norm of the sum, the sum), [T, size] each, of the residual and the norm of x, times `scalar` [1] if
+    it is given. Without `next_weight` the first is the sum, too. Hot: several times per layer.
+    """
+    num_tokens, size = x.shape
+    assert x.stride(1) == 1 and residual.is_contiguous(), "the last dimension must be contiguous"
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = total if next_weight is None else torch.empty_like(total)
+    if num_tokens:
+        block = triton.next_power_of_2(size)
+        on_grid(_norm_add_norm_kernel, (num_tokens,))(
+            x,
+            residual,
+            weight,
+            scalar,
+            next_weight,
+            out,
+            total,
+            x.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **pdl_options(x.device),
+        )
+    return out, total
+
+
+@triton.jit
+def _act_and_mul_kernel(
+    x_ptr,
+    out_ptr,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -111,23 +183,27 @@ def _silu_and_mul_kernel(
     wait_for_previous(PDL)
     gate = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + token * SIZE + column, swiglu(gate, up, LIMIT, dtype).to(dtype), mask=inside)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + token * SIZE + column, gated(gate, up, dtype, ACTIVATION).to(dtype), mask=inside)
 
 
-def silu_and_mul(x: torch.Tensor, swiglu_limit: float | None = None) -> torch.Tensor:
-    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer.
-
-    swiglu_limit: compute the clamped form instead, see ExpertsConfig.
-    """
+def act_and_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """activation(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
     num_tokens, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1, "the last dimension must be contiguous"
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(size))
         grid = (num_tokens, triton.cdiv(size, block))
-        on_grid(_silu_and_mul_kernel, grid)(
-            x, out, x.stride(0), SIZE=size, LIMIT=swiglu_limit, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        on_grid(_act_and_mul_kernel, grid)(
+            x,
+            out,
+            x.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            ACTIVATION=ACTIVATIONS[activation],
+            num_warps=4,
+            **pdl_options(x.device),
         )
     return out
 
@@ -159,6 +235,29 @@ def sigmoid_and_mul(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             gate, x, out, gate.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device)
         )
     return out
+
+
+@triton.jit
+def _softcap_kernel(x_ptr, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    wait_for_previous(PDL)
+    place = x_ptr + row * stride + column
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tanh = 2.0 / (1.0 + tl.exp(x * (-2.0 / cap))) - 1.0
+    tl.store(place, (cap * tanh).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Replace x [S, N] by cap * tanh(x / cap), in place. Hot: once per step."""
+    num_rows, size = x.shape
+    assert x.stride(1) == 1, "the last dimension must be contiguous"
+    if num_rows:
+        grid = (num_rows, triton.cdiv(size, 1024))
+        on_grid(_softcap_kernel, grid)(x, x.stride(0), cap, SIZE=size, BLOCK=1024, num_warps=4, **pdl_options(x.device))
+    return x
 
 
 @triton.jit
@@ -277,6 +376,7 @@ def _norm_rotate_store_kernel(
     BLOCK_HALF: tl.constexpr,  # the next power of two
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -308,7 +408,17 @@ def _norm_rotate_store_kernel(
         wait_for_previous(PDL)
         first_head = (group - q_groups - kv_groups) * HEADS
         cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
-        if cell >= 0:
+        if cell >= 0 and NORM_V:
+            head, pair = first_head + tl.arange(0, HEADS), tl.arange(0, BLOCK_HALF)
+            inside = _is_cell(head, NUM_KV_HEADS, pair, HALF, BLOCK_HALF)
+            v_head = v_ptr + token * qkv_stride_t + head[:, None] * (2 * HALF) + pair[None, :]
+            v1 = tl.load(v_head, mask=inside, other=0.0).to(tl.float32)
+            v2 = tl.load(v_head + HALF, mask=inside, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.sqrt((tl.sum(v1 * v1, 1) + tl.sum(v2 * v2, 1)) / (2 * HALF) + eps)[:, None]
+            v1, v2 = (v1 * scale).to(v_cache_ptr.dtype.element_ty), (v2 * scale).to(v_cache_ptr.dtype.element_ty)
+            v_cache_ptr += cell * kv_row
+            _store_heads(v_cache_ptr, v1, v2, first_head, NUM_KV_HEADS, HALF, BLOCK_HALF, HEADS)
+        elif cell >= 0:
             element = tl.arange(0, HEADS * 2 * BLOCK_HALF)
             offset = first_head * 2 * HALF + element
             inside = offset < kv_row
@@ -330,8 +440,11 @@ def norm_rotate_store(
     v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
     many_tokens: int = MANY_TOKENS,
+    *,
+    norms_v: bool = False,
 ) -> torch.Tensor:
     """Norm each head of q [T, H, D] and k [T, K, D] if weights [D] are given, rotate it (rotate half), store k and v.
+    With `norms_v`, norm each head of v [T, K, D] without a weight. k and v may be the same.
 
     Returns q, contiguous. k and v [T, K, D] of token t go into cell `slot_mapping_T[t]` of the caches, or are not
     stored if `slot_mapping_T[t]` is -1. q, k and v must be views of one qkv product. `cos_sin`, fp32 [T, D], has for
@@ -347,7 +460,8 @@ def norm_rotate_store(
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens:
-        heads = min(16 if num_tokens >= many_tokens else 8, triton.next_power_of_2(num_heads))
+        most = min(16 if num_tokens >= many_tokens else 8, max(1, 4096 // head_dim))  # for the registers
+        heads = min(most, triton.next_power_of_2(num_heads))
         groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
         on_grid(_norm_rotate_store_kernel, (num_tokens * groups,))(
             q,
@@ -368,6 +482,7 @@ def norm_rotate_store(
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
             HEADS=heads,
             NORM=q_weight is not None,
+            NORM_V=norms_v,
             num_warps=2,
             **pdl_options(q.device),
         )
@@ -378,8 +493,10 @@ def norm_rotate_store(
 def _choose_experts_kernel(
     logits_ptr,
     row_stride,
+    expert_factors_ptr,
     experts_ptr,
     weights_ptr,
+    logit_factor,
     NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -392,7 +509,7 @@ def _choose_experts_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
     logits = tl.load(logits_ptr + token * row_stride + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
-    shares = tl.exp(logits - tl.max(logits, 0))
+    shares = tl.exp((logits - tl.max(logits, 0)) * logit_factor)
     shares /= tl.sum(shares, 0)
     chosen = tl.zeros((BLOCK_CHOSEN,), tl.int64)
     weights = tl.zeros((BLOCK_CHOSEN,), tl.float32)
@@ -404,13 +521,23 @@ def _choose_experts_kernel(
         shares = tl.where(expert == best, -1.0, shares)
     if NORM:
         weights /= tl.sum(weights, 0)
+    if expert_factors_ptr is not None:
+        weights *= tl.load(expert_factors_ptr + chosen).to(tl.float32)
     tl.store(experts_ptr + token * NUM_CHOSEN + place, chosen, mask=place < NUM_CHOSEN)
     tl.store(weights_ptr + token * NUM_CHOSEN + place, weights, mask=place < NUM_CHOSEN)
 
 
-def choose_experts(logits: torch.Tensor, num_chosen: int, norms: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(
+    logits: torch.Tensor,
+    num_chosen: int,
+    norms: bool,
+    logit_factor: float = 1.0,
+    expert_factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts with the largest logits, fp32 [T, E] with any stride between rows. Returns the experts, int64
     [T, C], and their softmax probabilities, fp32 [T, C], which with `norms` add up to 1. Hot: once per layer.
+
+    The logits are multiplied by `logit_factor`, which is positive, and the results by `expert_factors` [E].
     """
     num_tokens, num_experts = logits.shape
     experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=logits.device)
@@ -419,8 +546,10 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, norms: bool) -> tuple[
         on_grid(_choose_experts_kernel, (num_tokens,))(
             logits,
             logits.stride(0),
+            expert_factors,
             experts,
             weights,
+            logit_factor,
             NUM_EXPERTS=num_experts,
             NUM_CHOSEN=num_chosen,
             BLOCK=triton.next_power_of_2(num_experts),

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+from nanovllm.kernels.launch import LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 
 MAX_SPLITS = 128
 MERGE_SIZES = (8, 32, MAX_SPLITS)  # splits that a merge kernel has room for; one kernel is compiled for each size
@@ -136,6 +136,20 @@ def head_mask(is_row, dim, D: tl.constexpr, BLOCK_D: tl.constexpr):
     if D != BLOCK_D:
         is_cell = is_cell & (dim < D)[None, :]
     return is_cell
+
+
+@triton.jit
+def begin_softmax(sinks_ptr, head, inside, split, ROWS: tl.constexpr):
+    """Sum and maximum, in base 2, of ROWS rows before their first key. A sink counts like a key that has no value, in
+    the first split alone.
+    """
+    row_sum = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        row_sum = tl.where(split == 0, 1.0, row_sum)
+        row_max = tl.where(split == 0, sink, row_max)
+    return row_sum, row_max
 
 
 @triton.jit(do_not_specialize=["num_splits"])

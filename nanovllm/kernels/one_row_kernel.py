@@ -131,7 +131,8 @@ def one_row_kernel(
     K: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,  # strides between tiles, rows and groups
     KIND: tl.constexpr,
-    GATED: tl.constexpr,  # the result is silu(first half) * second half
+    GATED: tl.constexpr,  # the result is activation(first half) * second half
+    ACTIVATION: tl.constexpr,
     SPLIT: tl.constexpr,  # warps, which sum over separate columns
     AHEAD: tl.constexpr,  # blocks that each warp loads ahead
     PDL: tl.constexpr,
@@ -196,4 +197,4 @@ def one_row_kernel(
     EACH: tl.constexpr = 1 if HAS_LEAST[KIND] else 8 // NUM_GROUPS[KIND]  # equal columns
     of_rows = tl.where(tl.arange(0, 8)[None, :] % EACH == 0, tl.sum(sums, 0), 0.0)
     of_rows = tl.sum(of_rows, 1)[:, None]
-    finish(of_rows, row, feature, tl.arange(0, 1), bias_ptr, None, out_ptr, 0, 1, N, GATED)
+    finish(of_rows, row, feature, tl.arange(0, 1), bias_ptr, None, out_ptr, 0, 1, N, GATED, ACTIVATION)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fused import swiglu
+from nanovllm.kernels.activation import gated
 from nanovllm.kernels.gguf_words import (
     BASES,
     HAS_LEAST,
@@ -214,8 +214,8 @@ def few_products_kernel(
     SCALE_STRIDES: tl.constexpr,  # strides between tiles, rows and groups
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
-    GATED: tl.constexpr,  # the result is silu(first half) * second half
-    SWIGLU_LIMIT: tl.constexpr,  # or the clamped form (ExpertsConfig), unless it is None
+    GATED: tl.constexpr,  # the result is activation(first half) * second half
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,  # warps
     AHEAD: tl.constexpr,
@@ -378,7 +378,7 @@ def few_products_kernel(
     elif experts_ptr is not None and bias_ptr is not None:
         bias += expert * (ROWS * N)
     sums = tl.sum(sums, 0)
-    finish(sums, row, feature, pair, bias, factors, out_ptr, out_stride, num_pairs, N, GATED, SWIGLU_LIMIT)
+    finish(sums, row, feature, pair, bias, factors, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -407,7 +407,7 @@ def products_kernel(
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
-    SWIGLU_LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # parts of the columns, one program each
@@ -492,7 +492,7 @@ def products_kernel(
         is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
         tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
     else:
-        finish(sums, row, feature, pair, bias, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, SWIGLU_LIMIT)
+        finish(sums, row, feature, pair, bias, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -531,7 +531,7 @@ def sum_parts_kernel(
     N,
     out_stride,
     GATED: tl.constexpr,
-    SWIGLU_LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -549,16 +549,16 @@ def sum_parts_kernel(
     for split in tl.static_range(SPLITS):
         part = (split * num_pairs + of_pair) * (ROWS * N)
         sums += tl.load(parts_ptr + part[None, :] + row[:, None])
-    finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, SWIGLU_LIMIT)
+    finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
 
 
 @triton.jit
-def _gated(sums, SWIGLU_LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """silu(first half of the rows) * second half, rounded where torch rounds, or the clamped form."""
+def _gated(sums, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(first half of the rows) * second half, rounded where torch rounds."""
     HALF: tl.constexpr = sums.shape[0] // 2
     sums = sums.to(dtype).to(tl.float32)
     gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, sums.shape[1])), (1, 2, 0)))
-    return swiglu(gate, up, SWIGLU_LIMIT, dtype)
+    return gated(gate, up, dtype, ACTIVATION)
 
 
 @triton.jit
@@ -574,7 +574,7 @@ def finish(
     num_pairs,
     N,
     GATED: tl.constexpr,
-    SWIGLU_LIMIT: tl.constexpr = None,
+    ACTIVATION: tl.constexpr,
 ):
     """Store the results of `sums` [BLOCK_N, BLOCK_M], for rows of the weight and pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -582,7 +582,7 @@ def finish(
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
-        sums = _gated(sums, SWIGLU_LIMIT, dtype)
+        sums = _gated(sums, dtype, ACTIVATION)
     if factors_ptr is not None:
         sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
     feature += tl.arange(0, FEATURES)

@@ -14,6 +14,7 @@ import triton
 
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
+from nanovllm.kernels.activation import ACTIVATIONS
 from nanovllm.kernels.launch import on_grid, pdl_options
 from nanovllm.kernels.one_row_kernel import one_row_kernel
 from nanovllm.kernels.packed_kernels import (
@@ -171,7 +172,7 @@ def products(
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
-    swiglu_limit: float | None = None,
+    activation: str = "silu",
     experts: torch.Tensor | None = None,
     routing: Routing | None = None,
     num_experts: int = 1,
@@ -179,9 +180,10 @@ def products(
     tile: ManyRowsTile | FewRowsTile | OneRowTile | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: per layer.
+    """Multiply x [M, K] by the weight -> [M, N], or with `gated` activation(first half) * second half. Hot: per
+    layer.
 
-    swiglu_limit: the clamped form of the gate (ExpertsConfig), or None. bias: a number for each row of the weight. The
+    activation: as in ModelConfig. bias: a number for each row of the weight. The
     results are in `out` if it is given, whose rows may be apart, else in a new tensor.
 
     `experts`, int64 [M, C]: multiply each pair by its expert's rows instead -> [M * C, N]; every pair reads the weight
@@ -205,7 +207,7 @@ def products(
     if out is None:
         out = x.new_empty(num_pairs, num_rows // 2 if gated else num_rows)
     assert out.stride(1) == 1 and len(out) == num_pairs, "the kernels write rows"
-    product = _Product(x, weight, bias, factors, pairs, experts, num_experts, gated, swiglu_limit, out)
+    product = _Product(x, weight, bias, factors, pairs, experts, num_experts, gated, activation, out)
     if isinstance(tile, OneRowTile):
         return _one_row_product(product, tile)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
@@ -234,7 +236,7 @@ def sum_of_experts(
     """
     num_tokens, num_chosen = experts.shape
     out = x.new_empty(num_tokens, len(weight.codes) // num_experts)
-    product = _Product(x, weight, bias, factors, None, experts, num_experts, False, None, out)
+    product = _Product(x, weight, bias, factors, None, experts, num_experts, False, "silu", out)
     return _few_products(product, FewRowsTile(8, triton.next_power_of_2(num_chosen), 3), num_chosen)
 
 
@@ -262,7 +264,7 @@ class _Product(NamedTuple):
     experts: torch.Tensor | None
     num_experts: int
     gated: bool
-    swiglu_limit: float | None
+    activation: str
     out: torch.Tensor
 
     @property
@@ -301,7 +303,7 @@ class _Product(NamedTuple):
             SCALE_DTYPE=weight.scale_type,
             KIND=weight.kind,
             GATED=self.gated,
-            SWIGLU_LIMIT=self.swiglu_limit,
+            ACTIVATION=ACTIVATIONS[self.activation],
             **constants,
             **pdl_options(x.device),
         )
@@ -347,6 +349,7 @@ def _one_row_product(product: _Product, tile: OneRowTile) -> torch.Tensor:
         SCALE_STRIDES=weight.scales.stride(),
         KIND=weight.kind,
         GATED=product.gated,
+        ACTIVATION=ACTIVATIONS[product.activation],
         SPLIT=tile.num_warps,
         AHEAD=min(tile.num_ahead, num_steps),
         num_warps=tile.num_warps,
@@ -400,7 +403,7 @@ def _products(product: _Product, tile: ManyRowsTile) -> torch.Tensor:
             num_features,
             out.stride(0),
             GATED=product.gated,
-            SWIGLU_LIMIT=product.swiglu_limit,
+            ACTIVATION=ACTIVATIONS[product.activation],
             BLOCK_M=8,
             BLOCK_N=128,
             SPLITS=num_splits,

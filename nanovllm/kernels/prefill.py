@@ -7,12 +7,16 @@ One program computes a tile of BLOCK_M rows. A row is a query of one head. In a 
 that share keys, which fill it together. The program walks the keys in tiles of BLOCK_N with an online softmax in base
 2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
 in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
-kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
-D rounded up to a power of two; columns from D on are zero.
+kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. Tiles before the window of
+the program's first query are not read. A tile has BLOCK_D columns, D rounded up to a power of two; columns from D on
+are zero.
 
 A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
 tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/merge.py). S is planned on the
 host. Without splits the kernel writes the result itself.
+
+The sums of 128 queries and 512 columns exceed the registers of an SM. PARTS programs then compute the same scores, and
+each the sums of its share of the columns of V: computing scores twice takes less time than halving the tile of queries.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, heads_per_tile, prefill_config
 from nanovllm.kernels.launch import LN_2, LOG2_E, on_grid
-from nanovllm.kernels.merge import head_mask, merge_splits
+from nanovllm.kernels.merge import begin_softmax, head_mask, merge_splits
 
 
 @triton.jit
@@ -75,14 +79,17 @@ def _attend_tiles(
     table_ptr,
     first_key,
     last_key,
+    first_visible,  # [BLOCK_M]: the first key that each row sees, or None without a window
     last_visible,  # [BLOCK_M]: the last key that each row sees
     context_len,
-    place,
+    k_place,
+    v_place,
     scale_log2,
     PAGE: tl.constexpr,
     ROW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
@@ -93,27 +100,33 @@ def _attend_tiles(
         row = next_block * PAGE + start % PAGE
         ahead = start + BLOCK_N  # look up one tile ahead, so that copies of K and V do not wait for a look-up
         next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
-        k = _load_tile(k_source, row, place, None, None, ROW, D, BLOCK_D, BLOCK_N, False, TMA)
+        k = _load_tile(k_source, row, k_place, None, None, ROW, D, BLOCK_D, BLOCK_N, False, TMA)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         key = start + tl.arange(0, BLOCK_N)
         if MASKED:
             score = tl.where(key[None, :] <= last_visible[:, None], score, float("-inf"))
+        if first_visible is not None:
+            score = tl.where(key[None, :] >= first_visible[:, None], score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        shift = new_max
+        if MASKED or first_visible is not None:  # some rows may see none of the tile's keys
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(score * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weight, 1)
         acc = acc * rescale[:, None]
         # Mask V too: values past the context were never written and may be NaN, and 0 * NaN is NaN.
-        v = _load_tile(v_source, row, place, key, context_len, ROW, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+        v = _load_tile(
+            v_source, row, v_place, key, context_len, ROW, D // PARTS, BLOCK_D // PARTS, BLOCK_N, MASKED, TMA
+        )
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         row_max = new_max
     return acc, row_sum, row_max
 
 
 @triton.jit(  # do not specialise on arguments that vary from step to step
-    do_not_specialize=["num_tokens", "table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
+    do_not_specialize=["num_tokens", "table_stride", "num_splits", "window"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
     q_ptr,
@@ -124,7 +137,9 @@ def _prefill_kernel(
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
+    sinks_ptr,  # [H], or None
     num_splits,  # None if one program reads all keys of a tile
+    window,  # None if queries see all keys before them
     num_tokens,
     q_stride_t,
     q_stride_h,
@@ -135,14 +150,16 @@ def _prefill_kernel(
     ROW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr,
     CAUSAL: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    first_head, sequence = tl.program_id(1) * HEADS, tl.program_id(2)
-    num_heads = tl.num_programs(1) * HEADS
+    first_head, sequence = tl.program_id(1) // PARTS * HEADS, tl.program_id(2)
+    first_column = tl.program_id(1) % PARTS * (BLOCK_D // PARTS)
+    num_heads = tl.num_programs(1) // PARTS * HEADS
     query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
     tile, num_tiles, split = tl.program_id(0), tl.num_programs(0), 0
@@ -172,29 +189,34 @@ def _prefill_kernel(
             num_keys = context_len
             num_seen_by_all = context_len
         first_key, last_key = 0, num_keys
+        first_visible = None
+        if window is not None:
+            first_visible = last_visible - window + 1
+            seen_by_first = tl.maximum(context_len - query_len + first_query - window + 1, 0)
+            first_key = seen_by_first // BLOCK_N * BLOCK_N
         edge = num_seen_by_all // BLOCK_N * BLOCK_N
         if num_splits is not None:
-            split_len = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N
-            first_key = tl.minimum(split * split_len, num_keys)
+            split_len = tl.cdiv(tl.cdiv(num_keys - first_key, num_splits), BLOCK_N) * BLOCK_N
+            first_key = tl.minimum(first_key + split * split_len, num_keys)
             last_key = tl.minimum(first_key + split_len, num_keys)
             edge = tl.minimum(tl.maximum(edge, first_key), last_key)
 
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
         kv_head = first_head // GROUP
-        place = kv_head * D if D == BLOCK_D else kv_head
+        k_place = kv_head * D if D == BLOCK_D else kv_head
+        v_place = k_place + first_column
         if not TMA:
             k_source += kv_head * D
-            v_source += kv_head * D
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            v_source += kv_head * D + first_column
+        acc = tl.zeros([BLOCK_M, BLOCK_D // PARTS], tl.float32)
+        row_sum, row_max = begin_softmax(sinks_ptr, head, inside, split, BLOCK_M)
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_source, v_source, table_ptr, first_key, edge, last_visible, context_len, place,
-            scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=False, TMA=TMA,
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, first_key, edge, first_visible, last_visible,
+            context_len, k_place, v_place, scale_log2, PAGE, ROW, D, BLOCK_D, PARTS, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, last_key, last_visible, context_len, place,
-            scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, last_key, first_visible, last_visible,
+            context_len, k_place, v_place, scale_log2, PAGE, ROW, D, BLOCK_D, PARTS, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
 
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if no key was seen, out is 0 and lse is -inf
@@ -207,12 +229,13 @@ def _prefill_kernel(
             part, num_parts = head * num_splits + split, num_heads * num_splits
             lse_ptrs = lse_ptr + first_token * num_parts + offset * num_parts + part
         out_rows = out_ptr + first_token * num_parts * D + (offset * num_parts + part) * D
-        tl.store(out_rows[:, None] + dim[None, :], out, mask=is_cell)
-        tl.store(lse_ptrs, lse, mask=inside)
+        column = first_column + tl.arange(0, BLOCK_D // PARTS)
+        tl.store(out_rows[:, None] + column[None, :], out, mask=head_mask(inside, column, D, BLOCK_D))
+        tl.store(lse_ptrs, lse, mask=inside)  # of all parts the same
 
 
-def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """A TMA descriptor for tiles of `block_n` tokens of one head, BLOCK_D columns wide.
+def _descriptor(cache_NPKD: torch.Tensor, block_n: int, num_parts: int = 1) -> TensorDescriptor:
+    """A TMA descriptor for tiles of `block_n` tokens of one head, BLOCK_D columns wide or a part of them.
 
     If BLOCK_D is more than D, heads get their own dimension, so that columns beyond a head are out of bounds and not in
     the next head.
@@ -220,7 +243,9 @@ def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
     _, _, num_kv_heads, head_dim = cache_NPKD.shape
     block_d = triton.next_power_of_2(head_dim)
     if head_dim == block_d:
-        return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads * head_dim), [block_n, head_dim])
+        return TensorDescriptor.from_tensor(
+            cache_NPKD.view(-1, num_kv_heads * head_dim), [block_n, head_dim // num_parts]
+        )
     return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads, head_dim), [block_n, 1, block_d])
 
 
@@ -237,8 +262,12 @@ def paged_prefill(
     config: PrefillConfig | None = None,
     out_THD: torch.Tensor | None = None,
     num_splits: int = 1,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with packed queries: `(out [T, H, D], lse [H, T] fp32)`. PagedBatch explains the rest. Hot: per layer.
+    """Attend with packed queries: `(out [T, H, D], lse [H, T] fp32)`. Hot: per layer.
+
+    PagedBatch explains `causal` and `window`, `add_sinks` of attention/base.py explains `sinks_H`.
 
     Without a `config` the device decides. The result goes to `out_THD` (contiguous) if given, else to a new tensor. The
     number of splits affects only speed and rounding; see `plan_prefill_splits`.
@@ -249,9 +278,12 @@ def paged_prefill(
     if config is None:
         target = kernel_target.target_of(q_THD.device)
         config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
+    assert config.num_parts == 1 or head_dim == triton.next_power_of_2(head_dim), "parts of a head must be whole tiles"
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
+    assert window is None or causal, "a window needs the causal mask"
+    assert sinks_H is None or (sinks_H.shape == (num_heads,) and sinks_H.is_contiguous()), "one sink for each head"
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if num_splits == 1:
@@ -264,9 +296,10 @@ def paged_prefill(
     k_source: Any = k_cache_NPKD
     v_source: Any = v_cache_NPKD
     if config.tma:
-        k_source, v_source = (_descriptor(cache, config.block_n) for cache in (k_cache_NPKD, v_cache_NPKD))
+        k_source = _descriptor(k_cache_NPKD, config.block_n)
+        v_source = _descriptor(v_cache_NPKD, config.block_n, config.num_parts)
     num_tiles = triton.cdiv(max_query_len, config.block_m // tile_heads)
-    grid = (num_tiles * num_splits, num_heads // tile_heads, context_lens.shape[0])
+    grid = (num_tiles * num_splits, num_heads // tile_heads * config.num_parts, context_lens.shape[0])
     on_grid(_prefill_kernel, grid)(
         q_THD,
         k_source,
@@ -276,7 +309,9 @@ def paged_prefill(
         cu_seqlens_q,
         context_lens,
         block_tables,
+        sinks_H,
         None if num_splits == 1 else num_splits,
+        window,
         num_tokens,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -287,6 +322,7 @@ def paged_prefill(
         ROW=num_kv_heads * head_dim,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        PARTS=config.num_parts,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         HEADS=tile_heads,
@@ -300,11 +336,17 @@ def paged_prefill(
     return out_THD, lse_HT
 
 
-def launch_prefill_variants(q_THD: torch.Tensor, cache_NPKD: torch.Tensor) -> None:
-    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, without computing anything."""
+def launch_prefill_variants(
+    q_THD: torch.Tensor, cache_NPKD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+) -> None:
+    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, without computing anything.
+
+    Keys outside of the causal part are streamed. They have no sinks, and layers with a window stream none.
+    """
     zeros = torch.zeros(2, dtype=torch.int32, device=q_THD.device)
     sequence = zeros, zeros[:1], zeros.view(2, 1)[:1]  # no query, no key, one block
-    for causal in (True, False):
-        for max_query_len, num_splits in ((SHORT_QUERY_LEN, 1), (SHORT_QUERY_LEN, 2), (len(q_THD), 1)):
-            inputs = q_THD[:1], cache_NPKD, cache_NPKD, *sequence
-            paged_prefill(*inputs, max_query_len, 1.0, causal, num_splits=num_splits)
+    inputs = q_THD[:1], cache_NPKD, cache_NPKD, *sequence
+    for max_query_len, num_splits in ((SHORT_QUERY_LEN, 1), (SHORT_QUERY_LEN, 2), (len(q_THD), 1)):
+        paged_prefill(*inputs, max_query_len, 1.0, causal=True, num_splits=num_splits, window=window, sinks_H=sinks_H)
+        if window is None:
+            paged_prefill(*inputs, max_query_len, 1.0, causal=False, num_splits=num_splits)

@@ -1,6 +1,6 @@
 """Quantize on a GPU. `quantize_weight` writes rows of a weight that is quantized while it is loaded. `quantize_rows`
 writes rows of x in e4m3, so that cuBLAS can multiply the codes of x and of a weight. `rms_norm_and_quantize` and
-`silu_and_quantize` do so for rows that they compute, which are never written in 16 bits. Codes have the order of packed
+`act_and_quantize` do so for rows that they compute, which are never written in 16 bits. Codes have the order of packed
 weights (packed_values.py).
 
 Legend: M rows, N output features, K input features.
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activation import ACTIVATIONS, gated
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.packed_values import Packed, scale_row
 from nanovllm.kernels.packed_words import BLOCK_WORDS, E4M3, INT4, SLICE
@@ -310,23 +311,23 @@ def rms_norm_and_quantize(
 
 
 @triton.jit
-def _gated(gate_ptr, up_ptr, inside):
-    """silu(gate) * up, rounded where `silu_and_mul` of fused.py rounds."""
+def _gated(gate_ptr, up_ptr, inside, ACTIVATION: tl.constexpr):
+    """activation(gate) * up, rounded where `act_and_mul` of fused.py rounds."""
     dtype = gate_ptr.dtype.element_ty
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return (silu * up).to(dtype).to(tl.float32)
+    return gated(gate, up, dtype, ACTIVATION).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _silu_and_quantize_kernel(
+def _act_and_quantize_kernel(
     x_ptr,
     codes_ptr,  # two codes in 16 bits
     scales_ptr,
     x_stride,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,  # the next power of two
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -335,27 +336,28 @@ def _silu_and_quantize_kernel(
     inside = pair < SIZE // 2
     gate_ptr = x_ptr + token * x_stride + _first_of_pair(pair)
     wait_for_previous(PDL)
-    low = _gated(gate_ptr, gate_ptr + SIZE, inside)
-    high = _gated(gate_ptr + SLICE, gate_ptr + SIZE + SLICE, inside)
+    low = _gated(gate_ptr, gate_ptr + SIZE, inside, ACTIVATION)
+    high = _gated(gate_ptr + SLICE, gate_ptr + SIZE + SLICE, inside, ACTIVATION)
     _store_row(low, high, codes_ptr + token * (SIZE // 2) + pair, scales_ptr + token, inside)
 
 
-def silu_and_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `quantize_rows` returns for silu(first half) * second half of x [M, 2 * K], with a scale for each
-    row. Hot: once per layer.
+def act_and_quantize(x: torch.Tensor, activation: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantize_rows` returns for activation(first half) * second half of x [M, 2 * K], with a scale for
+    each row. Hot: once per layer.
     """
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1 and size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
     codes, scales = new_codes(x[:, :size], size)
     if num_rows:
         pairs = triton.next_power_of_2(size // 2)
-        on_grid(_silu_and_quantize_kernel, (num_rows,))(
+        on_grid(_act_and_quantize_kernel, (num_rows,))(
             x,
             codes.view(torch.int16),
             scales,
             x.stride(0),
             SIZE=size,
             PAIRS=pairs,
+            ACTIVATION=ACTIVATIONS[activation],
             num_warps=min(32, max(1, pairs // 512)),  # up to 16 pairs in the registers of a thread
             **pdl_options(x.device),
         )

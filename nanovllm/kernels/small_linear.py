@@ -1,6 +1,6 @@
 """Linear layers with few input rows, which are bound by reading the weight.
 
-One kernel serves both plain layers and the first half of a gated MLP with its SiLU. A program owns BLOCK_N output
+One kernel serves both plain layers and the first half of a gated MLP with its activation. A program owns BLOCK_N output
 features of all rows, so the weight is read once, 16 bytes per thread, for any M. Its warps are placed side by side
 along K: a thread reads the same columns of each of its weight rows, so it loads `x` once for all of them. Each thread
 sums in fp32, and the program adds up the sums at the end; K is not split and there are no atomics. A row's result is
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.activation import ACTIVATIONS, gated
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 _PACKS_IN_FLIGHT = 4  # packs that a thread loads in one step, over all its rows: 16 registers
@@ -80,6 +81,7 @@ def _small_linear_kernel(
     NUM_PACKS: tl.constexpr,  # packs of a row
     VEC: tl.constexpr,  # elements of a pack
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -114,8 +116,7 @@ def _small_linear_kernel(
     if GATED:
         up = _finish(up_sums, bias_ptr, N + feature, is_feature, dtype, BIAS).to(tl.float32)
         gate = out.to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # round where torch rounds
-        out = (silu * up).to(dtype)
+        out = gated(gate, up, dtype, ACTIVATION).to(dtype)
     tl.store(out_ptr + m * N + feature, out, mask=is_row & is_feature)
 
 
@@ -134,10 +135,14 @@ def small_linear(
 
 
 def small_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """silu(first half) * second half of F.linear: x [M, K], weight [2 * N, K], bias [2 * N] -> [M, N]. Hot."""
-    return _run(x, weight, bias, weight.shape[0] // 2, tile)
+    """activation(first half) * second half of F.linear: x [M, K], weight [2 * N, K], bias [2 * N] -> [M, N]. Hot."""
+    return _run(x, weight, bias, weight.shape[0] // 2, tile, activation=activation)
 
 
 def _run(
@@ -147,6 +152,7 @@ def _run(
     num_features: int,
     tile: Tile | None,
     dtype: torch.dtype | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor:
     num_rows, size = x.shape
     vec = 16 // weight.element_size()
@@ -174,6 +180,7 @@ def _run(
             NUM_PACKS=num_packs,
             VEC=vec,
             GATED=num_features != weight.shape[0],
+            ACTIVATION=ACTIVATIONS[activation],
             BIAS=bias is not None,
             num_warps=num_warps,
             **pdl_options(x.device),

@@ -2,7 +2,7 @@
 
 On a GPU each function runs one fused kernel (nanovllm/kernels) that computes the same as the code here. The results
 equal transformers' results: the norm is computed in fp32 and rounded to the dtype of the weight before the
-multiplication by the weight. Models whose norms multiply by 1 + weight store 1 + weight, in fp32.
+multiplication by the weight. Models whose norms multiply in fp32 store the weight, or 1 + weight, in fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,21 +37,51 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def norm_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    scalar: torch.Tensor | None = None,
+    next_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the norm of the sum, the sum) of `residual` and the norm of `x`, where the sum is multiplied by `scalar`
+    [1] if it is given. Without `next_weight` the first is the sum, too.
+    """
+    if x.is_cuda:
+        from nanovllm.kernels import fused as kernels
+
+        return kernels.norm_add_norm(x, residual, weight, eps, scalar=scalar, next_weight=next_weight)
+    total = residual + rms_norm(x, weight, eps)
+    if scalar is not None:
+        total = total * scalar
+    return total if next_weight is None else rms_norm(total, next_weight, eps), total
+
+
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, with the same weight on every rank.
 
-    adds_one: multiply by 1 + the checkpoint's weight. order: arrangement of the elements, or None for the checkpoint's.
-    makes_codes: return many rows as CodedRows, for a layer that takes them.
+    adds_one: multiply by 1 + the checkpoint's weight, in fp32. in_fp32: multiply by the weight in fp32. order:
+    arrangement of the elements, or None for the checkpoint's. makes_codes: return many rows as CodedRows, for a layer
+    that takes them.
     """
 
     makes_codes = False
 
     def __init__(
-        self, size: int, eps: float, *, dtype: torch.dtype, adds_one: bool = False, order: Sequence[slice] | None = None
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        adds_one: bool = False,
+        in_fp32: bool = False,
+        order: Sequence[slice] | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = new_parameter(size, dtype=torch.float32 if adds_one else dtype)
+        self.weight = new_parameter(size, dtype=torch.float32 if adds_one or in_fp32 else dtype)
         self._plus, self._order = float(adds_one), order or [slice(0, size)]
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[Activations, torch.Tensor]:

@@ -30,7 +30,7 @@ from nanovllm.layers.packed_weight import (
     new_parameter,
     rounded_to_fp8,
 )
-from nanovllm.utils.arithmetic import SWIGLU_ALPHA
+from nanovllm.utils.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 Weight: TypeAlias = "nn.Parameter | PackedWeight | StackedWeight"
 _ONLY_PACKED = "only packed weights take codes"
@@ -157,9 +157,9 @@ class StackedWeight(nn.Module):
                 torch.addmm(of_part, x, weight.t(), out=part)
         return out
 
-    def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """silu(first half) * second half of the product. Hot: once per layer."""
-        return silu_and_mul(self.linear(x, bias))
+    def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu") -> torch.Tensor:
+        """activation(first half) * second half of the product. Hot: once per layer."""
+        return act_and_mul(self.linear(x, bias), activation)
 
 
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
@@ -174,20 +174,21 @@ def divide(size: int, parts: int, name: str) -> int:
     return size // parts
 
 
-def silu_and_mul(x: torch.Tensor, swiglu_limit: float | None = None) -> torch.Tensor:
-    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer.
+def act_and_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """activation(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer.
 
-    swiglu_limit: compute the clamped form instead, see ExpertsConfig.
+    "clamped_swiglu" is the form in gpt-oss: with gate at most SWIGLU_LIMIT, and up from -SWIGLU_LIMIT to SWIGLU_LIMIT,
+    gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1).
     """
     if x.is_cuda:
         from nanovllm.kernels import fused as kernels
 
-        return kernels.silu_and_mul(x, swiglu_limit)
+        return kernels.act_and_mul(x, activation)
     gate, up = x.chunk(2, dim=-1)
-    if swiglu_limit is None:
-        return F.silu(gate) * up
-    gate, up = gate.float().clamp(max=swiglu_limit), up.float().clamp(-swiglu_limit, swiglu_limit)
-    return (gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)).to(x.dtype)
+    if activation == "clamped_swiglu":
+        gate, up = gate.float().clamp(max=SWIGLU_LIMIT), up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)).to(x.dtype)
+    return (F.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else F.silu(gate)) * up
 
 
 def gate_heads(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -226,18 +227,27 @@ def linear(x: Activations, weight: Weight, bias: torch.Tensor | None) -> torch.T
     return F.linear(x, weight, bias)
 
 
-def gate_up(x: Activations, weight: Weight, bias: torch.Tensor | None, *, makes_codes: bool = False) -> Activations:
-    """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
+def gate_up(
+    x: Activations,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    *,
+    makes_codes: bool = False,
+    activation: str = "silu",
+) -> Activations:
+    """activation(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per
+    layer.
+    """
     if isinstance(weight, PackedWeight):
-        return weight.gate_up(x, bias, makes_codes=makes_codes)
+        return weight.gate_up(x, bias, makes_codes=makes_codes, activation=activation)
     assert isinstance(x, torch.Tensor) and not makes_codes, _ONLY_PACKED
     if isinstance(weight, StackedWeight):
-        return weight.gate_up(x, bias)
+        return weight.gate_up(x, bias, activation)
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
-        return kernels.small_gate_up(x, weight, bias)
-    return silu_and_mul(F.linear(x, weight, bias))
+        return kernels.small_gate_up(x, weight, bias, activation=activation)
+    return act_and_mul(F.linear(x, weight, bias), activation)
 
 
 def _input(x: Activations, rounds_rows: bool) -> Activations:
@@ -315,15 +325,17 @@ class MergedColumnParallelLinear(nn.Module):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp].
+    """The first half of a gated MLP, activation(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp].
 
-    makes_codes: return many rows as CodedRows, for a layer that takes them.
+    makes_codes: return many rows as CodedRows, for a layer that takes them. activation: as in ModelConfig.
     """
 
     makes_codes = False
+    activation = "silu"
 
     def forward(self, x: Activations) -> Activations:  # type: ignore[override]
-        return gate_up(_input(x, self.rounds_rows), self.weight, self.bias, makes_codes=self.makes_codes)
+        x = _input(x, self.rounds_rows)
+        return gate_up(x, self.weight, self.bias, makes_codes=self.makes_codes, activation=self.activation)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -331,7 +343,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     `split` returns q [T, H, D], k [T, K, D] and v [T, K, D] of this rank, and gates [T, H, D] if `gated`, as views of
     the product. With gates, q_proj has for each head the rows of q followed by the rows of the gate. `head_rows` is the
-    order in which q and k have the rows of a head.
+    order in which q and k have the rows of a head. If `v_from_k`, there is no v projection, and v is k.
     """
 
     def __init__(
@@ -347,6 +359,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         formats: Sequence[Quantization | None] | None = None,
         gated: bool = False,
         head_rows: Sequence[slice] | None = None,
+        v_from_k: bool = False,
     ) -> None:
         heads = divide(num_heads, tp.size, "num_attention_heads")
         kv_heads = divide(num_kv_heads, tp.size, "num_key_value_heads")
@@ -358,19 +371,19 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             return [Rows(layer, slice(start + each.start, start + each.stop)) for start in starts for each in order]
 
         parts = rows(0, heads, q_rows, head_rows or whole) + rows(1, kv_heads, head_dim, head_rows or whole)
-        parts += rows(2, kv_heads, head_dim, whole)
+        parts += [] if v_from_k else rows(2, kv_heads, head_dim, whole)
         if gated:
             parts += rows(0, heads, q_rows, [slice(head_dim, 2 * head_dim)])
-        sizes = [num_heads * q_rows, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        sizes = [num_heads * q_rows, *[num_kv_heads * head_dim] * (1 if v_from_k else 2)]
         super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, formats=formats, parts=_joined(parts))
-        self.head_dim = head_dim
-        self.heads_per_part = [heads, kv_heads, kv_heads, heads if gated else 0]
+        self.head_dim, self.v_from_k = head_dim, v_from_k
+        self.heads_per_part = [heads, kv_heads, 0 if v_from_k else kv_heads, heads if gated else 0]
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split the product into views, as the class describes. Hot: once per layer."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v, gates = heads.split(self.heads_per_part, dim=1)
-        return q, k, v, gates
+        return q, k, k if self.v_from_k else v, gates
 
 
 def _joined(parts: Sequence[Rows]) -> list[Rows]:

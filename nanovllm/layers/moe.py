@@ -22,10 +22,10 @@ from nanovllm.layers.linear import (
     StackedWeight,
     Weight,
     WeightShard,
+    act_and_mul,
     divide,
     new_weight,
     packed_format,
-    silu_and_mul,
     stack_weights,
     sum_over_ranks,
     weight_rows,
@@ -51,17 +51,22 @@ class Router(nn.Module):
         self.weight = new_parameter(num_features, hidden_size, dtype=dtype)
         self.bias = new_parameter(num_features, dtype=dtype) if config.has_bias else None
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, logit_factor: float = 1.0, expert_factors: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, hidden_size] -> the chosen experts, int64 [T, C], their weights, fp32 [T, C], and the weight of the
         shared expert, fp32 [T, 1], or [T, 0] if there is none. Hot: once per layer.
+
+        logit_factor: a positive factor of the logits. expert_factors [E]: factors of the weights.
         """
         logits, shared = self._linear(x).tensor_split((self.num_experts,), dim=-1)
         if x.is_cuda:
             from nanovllm.kernels.fused import choose_experts
 
-            return *choose_experts(logits, self.num_chosen, self.norms), shared.sigmoid()
-        weights, experts = logits.softmax(dim=-1).topk(self.num_chosen, dim=-1)
-        return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights, shared.sigmoid()
+            return *choose_experts(logits, self.num_chosen, self.norms, logit_factor, expert_factors), shared.sigmoid()
+        weights, experts = (logits * logit_factor).softmax(dim=-1).topk(self.num_chosen, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights
+        return experts, weights if expert_factors is None else weights * expert_factors[experts], shared.sigmoid()
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and are
@@ -156,7 +161,7 @@ class Experts(nn.Module):
         super().__init__()
         # products with experts take 16-bit activations
         self.formats = [format and replace(format, has_fp8_activations=False) for format in formats]
-        self.tp = tp
+        self.tp, self.activation = tp, config.activation
         self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
         self.local_size = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
         if torch.get_default_device().type == "cuda" and (hidden_size % 16 or self.local_size % 16):
@@ -182,7 +187,7 @@ class Experts(nn.Module):
             num_ranks=tp.size,
             sorts_columns=False,
         )
-        self.swiglu_limit, self.has_bias = config.swiglu_limit, config.has_bias
+        self.has_bias = config.has_bias
         if config.has_bias:
             self.gate_up_bias = new_parameter(self.num_experts, 2, self.local_size, dtype=dtype)
             self.down_bias = new_parameter(self.num_experts, hidden_size, dtype=dtype) if tp.rank == 0 else None
@@ -222,7 +227,7 @@ class Experts(nn.Module):
         for expert in experts.unique().tolist():
             token, choice = (experts == expert).nonzero(as_tuple=True)
             both = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            hidden = silu_and_mul(both, self.swiglu_limit)
+            hidden = act_and_mul(both, self.activation)
             hidden = F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
             out.index_add_(0, token, hidden.float() * weights[token, choice, None])
         return out.to(x.dtype)
@@ -242,9 +247,9 @@ class Experts(nn.Module):
             for i, (weight, out) in enumerate(zip(self.gate_up.weights, gates_and_ups.chunk(2, dim=-1), strict=True)):
                 bias = None if gate_up_bias is None else gate_up_bias[:, i].contiguous()
                 kernels.products(x, packed(weight), bias, out=out, **chosen)
-            hidden = silu_and_mul(gates_and_ups, self.swiglu_limit)
+            hidden = act_and_mul(gates_and_ups, self.activation)
         else:
-            gated: dict[str, Any] = {"gated": True, "swiglu_limit": self.swiglu_limit}
+            gated: dict[str, Any] = {"gated": True, "activation": self.activation}
             hidden = kernels.products(x, packed(self.gate_up), gate_up_bias, **gated, **chosen)
         down = packed(self.down)
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):

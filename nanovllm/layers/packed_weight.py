@@ -298,19 +298,21 @@ class PackedWeight(nn.Module):
         else:
             F.linear(x, new_values(*self.shape, x))
 
-    def gate_up(self, x: Activations, bias: torch.Tensor | None, *, makes_codes: bool = False) -> Activations:
-        """silu(first half) * second half of the product, of many rows as CodedRows if `makes_codes`. Hot: once per
-        layer.
+    def gate_up(
+        self, x: Activations, bias: torch.Tensor | None, *, makes_codes: bool = False, activation: str = "silu"
+    ) -> Activations:
+        """activation(first half) * second half of the product, of many rows as CodedRows if `makes_codes`. Hot: once
+        per layer.
         """
         from nanovllm.kernels import fused, quantizing
         from nanovllm.kernels import packed_linear as kernels
 
         if isinstance(x, torch.Tensor) and len(x) <= self.max_packed_rows:
-            return kernels.products(self._in_order(x), packed(self), bias, gated=True)
+            return kernels.products(self._in_order(x), packed(self), bias, gated=True, activation=activation)
         both = self.linear(x, bias)
         if makes_codes:
-            return CodedRows(*quantizing.silu_and_quantize(both), len(both))
-        return fused.silu_and_mul(both)
+            return CodedRows(*quantizing.act_and_quantize(both, activation), len(both))
+        return fused.act_and_mul(both, activation)
 
 
 class PackedRows(WeightRows):

@@ -107,16 +107,21 @@ def rotate_and_store(
     eps: float,
     cos_sin: torch.Tensor,
     cells: KVCells,
+    *,
+    norms_v: bool = False,
 ) -> torch.Tensor:
     """Rotate q [T, H, D] and k [T, K, D] by `cos_sin` [T, D], store k and v, return q. Hot: once per layer.
 
-    If weights [D] are given, each head is RMS-normed first. The rotation is computed in fp32 and rounded once. The
+    If weights [D] are given, each head is RMS-normed first. With `norms_v`, each head of v is RMS-normed without a
+    weight. k and v may be the same tensor. The rotation is computed in fp32 and rounded once. The
     returned q is contiguous.
     """
     if q.is_cuda:
         from nanovllm.kernels import fused as kernels
 
-        return kernels.norm_rotate_store(q, k, v, q_weight, k_weight, eps, cos_sin, *cells)
+        return kernels.norm_rotate_store(q, k, v, q_weight, k_weight, eps, cos_sin, *cells, norms_v=norms_v)
+    if norms_v:
+        v = rms_norm(v, torch.ones(v.shape[-1], dtype=torch.float32), eps)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
@@ -139,6 +144,9 @@ def _inv_freq(config: RopeConfig, dim: int) -> torch.Tensor:
     """fp32 [D/2] on the CPU. Up to the original length, `dynamic` equals `default`."""
     inv_freq = 1.0 / config.rope_theta ** _exponents(dim, "cpu")
     if config.rope_type == "linear":
+        return inv_freq / config.factor
+    if config.rope_type == "proportional":  # the other pairs do not rotate
+        inv_freq[int(config.partial_rotary_factor * dim // 2) :] = 0
         return inv_freq / config.factor
     if config.rope_type == "llama3":
         return _llama3_inv_freq(config, inv_freq)

@@ -44,7 +44,8 @@ class _VocabParallel(nn.Module):
 class VocabParallelEmbedding(_VocabParallel):
     """The embedding table. `is_on_cpu`: keep it in pinned CPU memory, which `weight` shows as a tensor on the GPU.
 
-    quantization: the format of the table, or None if it is not quantized.
+    quantization: the format of the table, or None if it is not quantized. scale: a factor of the rows, which is rounded
+    to `dtype` as in transformers.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class VocabParallelEmbedding(_VocabParallel):
         dtype: torch.dtype,
         is_on_cpu: bool = False,
         quantization: Quantization | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)
         self.dtype, self.quantization = dtype, quantization
+        self.scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.weight: nn.Parameter | PackedWeight
         self._pinned: torch.Tensor | None = None
         if is_on_cpu:
@@ -76,7 +79,8 @@ class VocabParallelEmbedding(_VocabParallel):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]; every id must be within the vocabulary."""
         rows = self._look_up(token_ids)
-        return rows if self.tp.size == 1 else sum_over_ranks(rows, self.tp)
+        rows = rows if self.tp.size == 1 else sum_over_ranks(rows, self.tp)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, and zeros for the tokens of other ranks."""
@@ -100,7 +104,8 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """The output head. With `tied_to`, the embedding's weight, the head owns no memory.
 
-    quantization: the format of the weight, or None if it is not quantized.
+    quantization: the format of the weight, or None if it is not quantized. softcap: replace logits by
+    softcap * tanh(logits / softcap), or None to leave them as they are.
     """
 
     def __init__(
@@ -110,11 +115,12 @@ class ParallelLMHead(_VocabParallel):
         *,
         tp: TPGroup,
         dtype: torch.dtype,
+        softcap: float | None = None,
         tied_to: nn.Parameter | PackedWeight | None = None,
         quantization: Quantization | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)
-        self.is_tied, self.quantization = tied_to is not None, quantization
+        self.is_tied, self.quantization, self.softcap = tied_to is not None, quantization, softcap
         self.weight = tied_to if tied_to is not None else self._new_weight(dtype)
 
     def _new_weight(self, dtype: torch.dtype) -> nn.Parameter | PackedWeight:
@@ -141,5 +147,16 @@ class ParallelLMHead(_VocabParallel):
     def _product(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of this rank's token ids."""
         if isinstance(self.weight, PackedWeight):
-            return self.weight.linear(hidden, None, out)
-        return F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)
+            logits = self.weight.linear(hidden, None, out)
+        else:
+            logits = F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Replace logits [S, N] by cap * tanh(logits / cap), in place and rounded once. Hot: once per step."""
+    if logits.is_cuda:
+        from nanovllm.kernels import fused as kernels
+
+        return kernels.softcap(logits, cap)
+    return logits.copy_(logits.float().div_(cap).tanh_().mul_(cap))

@@ -30,10 +30,11 @@ from nanovllm.layers.linear import (
     gate_heads,
     takes_codes,
 )
-from nanovllm.layers.moe import CpuExpertLayers, Experts, SparseMLP
+from nanovllm.layers.moe import CpuExpertLayers, Experts, Router, SparseMLP
 from nanovllm.layers.packed_weight import Activations, new_parameter
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.models.gemma import GemmaLayer, GemmaRouter
 
 
 class Builder:
@@ -62,12 +63,21 @@ class Builder:
 
     def gate_up(self, name: str) -> GateUpParallelLinear:
         linear = self._linears[name]
-        return GateUpParallelLinear(linear.columns, linear.rows, formats=self.formats(name), **self.settings(name))
+        layer = GateUpParallelLinear(linear.columns, linear.rows, formats=self.formats(name), **self.settings(name))
+        layer.activation = self.config.activation
+        return layer
 
     def norm(self, size: int | None = None, order: Sequence[slice] | None = None) -> RMSNorm:
         """Return a norm of `size` features, by default of the hidden state's size."""
         c = self.config
-        return RMSNorm(size or c.hidden_size, c.rms_norm_eps, dtype=self.dtype, adds_one=c.norms_add_one, order=order)
+        return RMSNorm(
+            size or c.hidden_size,
+            c.rms_norm_eps,
+            dtype=self.dtype,
+            adds_one=c.norms_add_one,
+            in_fp32=c.gemma is not None,
+            order=order,
+        )
 
 
 class Attention(nn.Module):
@@ -87,6 +97,7 @@ class Attention(nn.Module):
             heads.num_kv_heads,
             gated=config.attention_gate,
             head_rows=order,
+            v_from_k=config.v_from_k(kind),
             formats=build.formats(f"{name}.qkv_proj"),
             **build.settings(f"{name}.qkv_proj"),
         )
@@ -96,6 +107,7 @@ class Attention(nn.Module):
         self.sinks = new_parameter(num_local, dtype=torch.float32) if config.has_sinks else None
         self.eps = config.rms_norm_eps
         self.qk_norm, self.is_gated = config.qk_norm, config.attention_gate
+        self.norms_v = config.gemma is not None and config.gemma.norms_v
         if config.qk_norm:
             self.q_norm = build.norm(heads.head_dim, order)
             self.k_norm = build.norm(heads.head_dim, order)
@@ -111,7 +123,7 @@ class Attention(nn.Module):
         q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         window: WindowKeys | None = attn.layer_memory(self.layer) if self.has_window else None
         cells = attn.cells(self.layer) if window is None else window.cells
-        q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, cells)
+        q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, cells, norms_v=self.norms_v)
         if rows is not None:
             gates = gates[rows]
             q = q[rows] if window is None else q
@@ -124,6 +136,12 @@ class Attention(nn.Module):
             out = window.attend(q, self.sinks).flatten(1)
             out = out if rows is None else out[rows]
         return self.o_proj(gate_heads(out, gates.flatten(1)) if self.is_gated else out)
+
+    def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
+        """Let attention consume the blocks that are streamed for this layer."""
+        if not self.has_window:
+            attn.cells(self.layer)
+            attn.attend(self.layer, hidden.new_empty(0, 1, 1))
 
     def weight_shards(self) -> Iterator[NamedShard]:
         if self.sinks is not None:
@@ -187,9 +205,8 @@ class DecoderLayer(nn.Module):
 
     def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
         """Let attention consume the blocks that are streamed for this layer."""
-        if self.self_attn is not None and not self.has_window:
-            attn.cells(self.self_attn.layer)
-            attn.attend(self.self_attn.layer, hidden.new_empty(0, 1, 1))
+        if self.self_attn is not None:
+            self.self_attn.skip(hidden, attn)
 
 
 def _delta_net(build: Builder, name: str, number: int) -> GatedDeltaNet:
@@ -201,17 +218,38 @@ def _delta_net(build: Builder, name: str, number: int) -> GatedDeltaNet:
     )
 
 
+def _gemma_layer(build: Builder, name: str, kind: str, number: int, *, is_sparse: bool) -> GemmaLayer:
+    config, router, experts = build.config, None, None
+    assert config.gemma is not None, "the layers are Gemma's"
+    if is_sparse:
+        assert config.experts is not None, "the layer has experts"
+        router = GemmaRouter(
+            config.hidden_size, config.rms_norm_eps, Router(config.hidden_size, config.experts, build.dtype)
+        )
+        experts = _experts(build, name)
+    scalar = new_parameter(1, dtype=build.dtype) if config.gemma.has_scalars else None
+    attention = Attention(build, f"{name}.self_attn", kind, number)
+    layer = GemmaLayer(build.norm, attention, MLP(build, f"{name}.mlp"), router, experts, scalar)
+    layer.input_layernorm.makes_codes = takes_codes(attention.qkv_proj.weight)
+    return layer
+
+
 def _sparse_mlp(build: Builder, name: str) -> SparseMLP:
+    config, mixture = build.config, build.config.experts
+    assert mixture is not None, "the layer has experts"
+    shared = MLP(build, f"{name}.shared_expert") if mixture.shared_size else None
+    return SparseMLP(config.hidden_size, mixture, build.dtype, _experts(build, name), shared)
+
+
+def _experts(build: Builder, name: str) -> nn.Module:
+    """Return the experts of the sparse MLP `name`, an ExpertSum."""
     config, mixture = build.config, build.config.experts
     assert mixture is not None, "the layer has experts"
     if build.linear(f"{name}.experts.gate_up").on_cpu:
         assert build.cpu_experts is not None, "start-up provides experts in CPU memory"
-        experts = build.cpu_experts.layer(name)
-    else:
-        formats = *build.formats(f"{name}.experts.gate_up"), *build.formats(f"{name}.experts.down")
-        experts = Experts(config.hidden_size, mixture, build.tp, build.dtype, formats)
-    shared = MLP(build, f"{name}.shared_expert") if mixture.shared_size else None
-    return SparseMLP(config.hidden_size, mixture, build.dtype, experts, shared)
+        return build.cpu_experts.layer(name)
+    formats = *build.formats(f"{name}.experts.gate_up"), *build.formats(f"{name}.experts.down")
+    return Experts(config.hidden_size, mixture, build.tp, build.dtype, formats)
 
 
 class Decoder(nn.Module):
@@ -227,6 +265,7 @@ class Decoder(nn.Module):
             dtype=build.dtype,
             is_on_cpu=config.embedding_on_cpu,
             quantization=config.embedding_format,
+            scale=config.embedding_scale,
         )
         self.rotary_emb = _rotary(config, "attention", max_model_len)
         # None if windows have the same rotary embedding as the other layers
@@ -234,8 +273,9 @@ class Decoder(nn.Module):
         if (window := config.window) and (window.rope, window.head_dim) != (config.rope, config.head_dim):
             self.window_rotary_emb = _rotary(config, "window", max_model_len)
         kinds, sparse = config.layer_kinds, config.experts.layers if config.experts else ()
+        new_layer = DecoderLayer if config.gemma is None else _gemma_layer
         self.layers = nn.ModuleList(
-            DecoderLayer(build, f"model.layers.{i}", kind, kinds[:i].count(kind), is_sparse=i in sparse)
+            new_layer(build, f"model.layers.{i}", kind, kinds[:i].count(kind), is_sparse=i in sparse)
             for i, kind in enumerate(kinds)
         )
         self.norm = build.norm()
@@ -257,7 +297,7 @@ class Decoder(nn.Module):
             window_cos_sin = self.window_rotary_emb.cos_sin(positions, rope_lens)
         residual = None
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer, DecoderLayer | GemmaLayer)
             is_last = number == len(self.layers) - 1
             if self.skips_inner_layers and number not in self._first_of_kind and not is_last:
                 layer.skip(hidden, attn)
@@ -349,6 +389,7 @@ class CausalLM(nn.Module):
             dtype=dtype,
             tied_to=None if config.has_own_head else self.model.embed_tokens.weight,
             quantization=config.head_format,
+            softcap=config.logit_softcap,
         )
         assert config.has_mtp or not with_mtp, "the checkpoint has no draft head"
         self.mtp = MTPHead(build) if with_mtp else None
@@ -394,6 +435,12 @@ class CausalLM(nn.Module):
             yield
         finally:
             self.cpu_experts.cells = None
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The sinks of a layer on this rank, fp32 [H], or None if the model has none."""
+        found = (module.sinks for module in self.modules() if isinstance(module, Attention))
+        return next(found, None)
 
     @property
     def needs_rope_lens(self) -> bool:

@@ -19,6 +19,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.models.gguf_tensors import BlockWeight
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor
 
+_OLD_PREFIXES = ("language_model.", "vision_tower.", "multi_modal_projector.")  # before transformers 4.52
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MXFP4 = next(each for each in TYPES.values() if each.name == "MXFP4")
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
@@ -33,6 +34,9 @@ def with_single_experts(
     named: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         name = name.replace("model.language_model.", "model.", 1)
+        if name.startswith(_OLD_PREFIXES):
+            name = name.removeprefix("language_model.")
+            name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
         if are_interleaved:
             name = name.replace(".mlp.router.", ".mlp.gate.", 1)
         named[name] = tensor

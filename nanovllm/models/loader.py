@@ -283,10 +283,11 @@ def _store(weight: QuantizedWeight, target: torch.Tensor | WeightRows, where: st
 def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, with_mtp: bool) -> bool:
     """Return True for a tensor that changes nothing: a tensor that the model computes or shares, a scale of a quantized
     KV cache (the engine's KV cache has the model's dtype), a bias of zeros, which some tools write for every quantized
-    weight, or a tensor of the part that reads images or of an unused draft head.
+    weight, or a tensor of the part that reads images and sounds or of an unused draft head.
     """
-    unused = ("model.visual.",) if with_mtp else ("model.visual.", "mtp.")
-    if config.recurrent and name.startswith(unused):
+    unused = ARCHITECTURES[config.architecture].image_tensors
+    unused += ("mtp.",) if config.recurrent and not with_mtp else ()
+    if name.startswith(unused):
         return True
     if config.quantization and name.endswith(_KV_SCALES):
         return True

@@ -1,4 +1,4 @@
-"""The shape and size of the KV cache and of recurrent states, and the states of blocks. Plain data."""
+"""The shape and size of the KV cache and of the states of sequences, and the states of blocks. Plain data."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -44,10 +44,63 @@ def max_useful_blocks(config: Config, max_model_len: int) -> int:
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """Sizes of the groups in which the keys of one layer are streamed."""
+    """Sizes of the groups in which the keys of one layer are streamed, and of the pages of layers with a window."""
 
     group_tokens: int = 8192  # keys of one streamed partial attention, in whole blocks; at least one block
     num_groups: int = 3  # attention reads one group while the next groups are being filled
+    window_page_tokens: int = 128  # the largest tile of keys of the attention kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec:
+    """Shape of the keys of one sequence in the layers with a window, on one rank.
+
+    A slot on the GPU holds, for each layer, a ring of pages with K and V of the newest tokens: the token at a position
+    has the place `position % ring_tokens`. A snapshot in CPU memory is a copy of a slot.
+    """
+
+    num_layers: int  # layers with a window
+    window: int  # tokens that a token sees, including itself
+    num_kv_heads: int  # on this rank
+    head_dim: int
+    scale: float
+    itemsize: int  # bytes per element
+    page_tokens: int
+    max_guesses: int  # draft tokens that a step verifies
+    draft_size: int = 0  # as in StateSpec: no draft head
+    drafts_take_slots: bool = False  # a wrong draft token's K and V are overwritten, as in paged blocks
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of pages of a ring. The new tokens of a decode step replace none that the step reads."""
+        return ceil_div(self.window - 1 + max(MIN_SHORT_TOKENS, 1 + self.max_guesses), self.page_tokens)
+
+    @property
+    def ring_tokens(self) -> int:
+        return self.num_pages * self.page_tokens
+
+    @property
+    def max_short_tokens(self) -> int:
+        """Return the most new tokens that can be written to the ring before any of them attends."""
+        return self.ring_tokens - self.window + 1
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        return self.num_layers * self.ring_tokens * self.token_bytes
+
+    snapshot_bytes = slot_bytes = state_bytes
+
+    def read_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a decode step of one sequence of `num_tokens` tokens reads."""
+        return self.num_layers * min(num_tokens, self.window) * self.token_bytes
+
+
+MIN_SHORT_TOKENS = 16  # chunks of up to this many tokens are always written to the ring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +121,7 @@ class StateSpec:
     itemsize: int = 0  # bytes per element of the convolution's inputs; the matrices are in fp32
     max_guesses: int = 0
     draft_size: int = 0  # numbers in the draft head's output for a token, or 0 without a draft head
+    drafts_take_slots: bool = True  # drafts by the model itself leave their states in another slot
 
     @property
     def input_size(self) -> int:
@@ -99,19 +153,23 @@ class StateSpec:
     def slot_bytes(self) -> int:
         return self.snapshot_bytes + (1 + self.max_guesses) * self.draft_size * self.itemsize
 
+    def read_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a decode step of one sequence reads and writes."""
+        return 2 * self.state_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """Shape of the KV cache of one rank, and of the recurrent states."""
+    """Shape of the KV cache of one rank, and of the states of its sequences (recurrent layers or windows)."""
 
-    num_layers: int  # attention layers, including the draft head's layer unless offload is on
+    num_layers: int  # layers that attend to all keys, including the draft head's layer unless offload is on
     block_size: int  # tokens
     num_kv_heads: int  # on this rank
     head_dim: int
     itemsize: int  # bytes per element
     attention_scale: float | None = None  # None for head_dim ** -0.5
     staging: StagingSizes = StagingSizes()
-    states: StateSpec = StateSpec()
+    states: StateSpec | WindowSpec = StateSpec()
 
     @property
     def layer_block_bytes(self) -> int:
@@ -124,7 +182,7 @@ class KVCacheSpec:
         return self.num_layers * self.layer_block_bytes
 
     @property
-    def is_recurrent(self) -> bool:
+    def has_states(self) -> bool:
         """True if sequences have states."""
         return self.states.num_layers > 0
 
@@ -152,13 +210,13 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """Numbers of GPU blocks, CPU blocks, shadow pages and recurrent states, measured at start-up or set by the user."""
+    """Numbers of GPU blocks, CPU blocks, shadow pages and states, measured at start-up or set by the user."""
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0 without offload
     num_pages: int = 0  # of the shadow, or 0 without a shadow
     shadow_bits: int = 0
-    num_state_slots: int = 0  # on the GPU, including the scratch slot 0; 0 if no layer is recurrent
+    num_state_slots: int = 0  # on the GPU, including the scratch slot 0; 0 if sequences have no states
     num_snapshots: int = 0  # states in CPU memory
 
 
@@ -196,12 +254,25 @@ def kv_cache_spec(
         itemsize=itemsize,
         attention_scale=model.attention_scale,
         staging=staging,
-        states=_state_spec(config, model, tp_size, itemsize),
+        states=_state_spec(config, model, tp_size, itemsize, staging.window_page_tokens),
     )
 
 
-def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int) -> StateSpec:
-    r = model.recurrent
+def _state_spec(
+    config: Config, model: ModelConfig, tp_size: int, itemsize: int, page_tokens: int
+) -> StateSpec | WindowSpec:
+    r, window = model.recurrent, model.window
+    if window is not None:
+        return WindowSpec(
+            num_layers=model.num_window_layers,
+            window=window.num_tokens,
+            num_kv_heads=window.num_kv_heads // tp_size,
+            head_dim=window.head_dim,
+            scale=window.scale,
+            itemsize=itemsize,
+            page_tokens=page_tokens,
+            max_guesses=config.max_guesses,
+        )
     if r is None:
         return StateSpec()
     return StateSpec(
@@ -217,22 +288,22 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
     )
 
 
-def num_spare_state_slots(config: Config, states: StateSpec) -> int:
+def num_spare_state_slots(config: Config, states: StateSpec | WindowSpec) -> int:
     """Count the state slots besides slot 0 and one slot per running sequence.
 
     They are SAVE_SLOTS with prefix caching, and one for drafting with the model itself. While fewer sequences run,
     their unused slots serve both purposes, too.
     """
     model_drafts = not states.draft_size and (config.wants_shadow or config.speculation_method == "resident")
-    return SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts)
+    return SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts and states.drafts_take_slots)
 
 
-def max_stateful_seqs(config: Config, states: StateSpec, num_state_slots: int) -> int:
+def max_stateful_seqs(config: Config, states: StateSpec | WindowSpec, num_state_slots: int) -> int:
     """Return how many sequences can run together with `num_state_slots` state slots."""
     return num_state_slots - 1 - num_spare_state_slots(config, states)
 
 
-def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
+def num_state_slots(config: Config, states: StateSpec | WindowSpec, room_bytes: int) -> int:
     """Return the number of state slots for max_num_seqs sequences, or as many as fit, but enough for one sequence.
     Without states it is 0.
     """

@@ -20,6 +20,7 @@ KEY_BITS = 4
 KEY_GROUP = 64  # tokens of a channel that share a scale
 SLICE_TOKENS = 16  # tokens whose codes have the same place in their words
 SINK_TOKENS = 64  # a multiple of SLICE_TOKENS
+MAX_SHADOW_HEAD_DIM = 256  # with more, the kernels take minutes to compile and spill registers
 TOKENS_PER_SINK = 8192  # all sequences of this length or more have sinks
 
 

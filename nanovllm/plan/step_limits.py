@@ -29,10 +29,10 @@ def max_graph_rows(model: ModelConfig, max_num_rows: int) -> int:
 
 
 def has_mixed_graphs(model: ModelConfig) -> bool:
-    """Return True if graphs can run steps with chunks of prompts: all layers are attention, and no experts are in CPU
-    memory.
+    """Return True if graphs can run steps with chunks of prompts: all layers attend to all keys, and no experts are in
+    CPU memory.
     """
-    return model.recurrent is None and not model.has_cpu_experts
+    return model.num_attention_layers == model.num_layers and not model.has_cpu_experts
 
 
 def graph_sizes(max_num_rows: int) -> list[int]:

@@ -9,6 +9,7 @@ itself, is causal.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -80,12 +81,12 @@ class PagedAttention:
 
     def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         """Attend to all keys of the layer. Hot: once per layer."""
-        assert sinks_H is None, "backends have no sinks"
-        return self.attend_paged(layer, q_THD).out_THD if len(q_THD) else q_THD
+        return self.attend_paged(layer, q_THD, sinks_H).out_THD if len(q_THD) else q_THD
 
-    def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
+    def attend_paged(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None) -> PartialAttention:
+        """Attend to the keys that are on the GPU. The sinks count here, and in no other part."""
         batch = self.last_batch if layer == self.last_layer else self.batch
-        return self.backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale)
+        return self.backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale, sinks_H)
 
 
 class MergedAttention(PagedAttention):
@@ -123,7 +124,6 @@ class MergedAttention(PagedAttention):
         """Attend to all keys. A result is merged before the next is computed, because it may take 64 MiB. Hot: per
         layer.
         """
-        assert sinks_H is None, "backends have no sinks"
         offload, is_last = self.offload, layer == self.last_layer
         groups, cpu_steps = (self.last_groups, self.last_cpu_steps) if is_last else (self.groups, self.cpu_steps)
         offload.stored(layer)
@@ -135,7 +135,7 @@ class MergedAttention(PagedAttention):
         for cpu in cpu_steps:  # the CPU and the GPU compute concurrently, so the CPU begins first and ends last
             cpu.begin_layer(layer, q_THD)
         merged = RunningMerge(self.backend.merge, 1 + len(groups) + len(cpu_steps))
-        merged.add(self.attend_paged(layer, q_THD))
+        merged.add(self.attend_paged(layer, q_THD, sinks_H))
         offload.attended()
         for number, ((k_group, v_group), batch) in enumerate(zip(offload.groups(), groups, strict=True)):
             merged.add(self.backend.attend(q_THD, k_group, v_group, batch, self.scale))
@@ -193,13 +193,13 @@ def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepInputs
     def select(batch: PagedBatch) -> PagedBatch:
         assert batch.host is not None, "a planned step knows its sizes"
         context_lens = [batch.host.context_lens[row] for row in rows]
-        return PagedBatch(
+        return replace(
+            batch,
             cu_seqlens_q=tensors.sampling_cu_seqlens,
             context_lens=batch.context_lens[tensors.sampling_seqs],
             block_tables=batch.block_tables[tensors.sampling_seqs],
             max_query_len=max(query_lens, default=0),
             max_context_len=max(context_lens, default=0),
-            causal=batch.causal,
             host=HostTables(query_lens, context_lens, [batch.host.block_tables[row] for row in rows]),
         )
 

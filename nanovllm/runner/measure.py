@@ -178,9 +178,10 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
 def _launch_attention_kernels(runner: ModelRunner, num_tokens: int) -> None:
     """Launch the backend's kernels for chunks of up to `num_tokens` tokens, and the companions' kernels."""
     k_cache, _ = runner.memory.cache
-    runner.backend.launch_kernels(_queries(runner, num_tokens), k_cache[0])
+    queries, sinks_H = _queries(runner, num_tokens), runner.model.sinks
+    runner.backend.launch_kernels(queries, k_cache[0], sinks_H=sinks_H)
     for companion in runner.memory.companions:
-        companion.launch_kernels(_queries(runner, 1), runner.memory.cache, runner.max_model_len)
+        companion.launch_kernels(queries, runner.memory.cache, runner.max_model_len, sinks_H)
 
 
 def _build_plans(runner: ModelRunner, has_time: Callable[[], bool]) -> None:

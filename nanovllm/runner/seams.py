@@ -67,9 +67,16 @@ class CompanionMemory:
         """Enqueue work that takes effect after all layers have run. Hot: once per step."""
 
     def launch_kernels(
-        self, q_1HD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], max_context_len: int
+        self,
+        q_THD: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        max_context_len: int,
+        sinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Launch every kernel on one block, on a GPU, so that start-up can compile them."""
+        """Launch every kernel on one block, on a GPU, so that start-up can compile them.
+
+        `q_THD`: queries of the longest chunk. `sinks_H`: the sinks of a layer, or None. All values are arbitrary.
+        """
 
     def close(self) -> None:
         """Release what the garbage collector would not. The memory must not be used afterwards."""

@@ -164,10 +164,9 @@ class _Cutter:
         return self.paged.layer_memory(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        assert sinks_H is None, "backends have no sinks"
         for cpu in self.cpu_graphs:
             cpu.capture_query(q_THD)
-        running_out = self.result.begin(q_THD, self.paged.attend_paged(layer, q_THD))
+        running_out = self.result.begin(q_THD, self.paged.attend_paged(layer, q_THD, sinks_H))
         self._capture.__exit__(None, None, None)
         self._begin_piece()
         return running_out.to(q_THD.dtype)  # the only rounding of the merged result, at the start of the next piece

@@ -63,6 +63,8 @@ class ReasoningSplitter:
             if begun != self._tags.begin and self._tags.begin.startswith(begun) and not is_last:
                 self._held = [text]
                 return SplitText()
+            if is_last and ">" in begun and self._tags.begin.startswith(begun):
+                return SplitText(opening=text)  # the answer was cut after the first of the tag's tokens
             if not begun.startswith(self._tags.begin):
                 self.is_in_answer = True
                 return SplitText(answer=text)
@@ -86,6 +88,11 @@ class ReasoningSplitter:
         self.is_in_answer = bool(answer)
         return SplitText(opening, reasoning, closing + text[: len(text) - len(answer)], answer)
 
+    def parts(self, piece: str, is_last: bool = False) -> list[tuple[str, bool]]:
+        """Return the parts of the text that the next piece decides, each with True if it belongs to the answer."""
+        *before, answer = self.split(piece, is_last)
+        return [("".join(before), False), (answer, True)]
+
 
 def _cut(text: str, end: int) -> tuple[str, str]:
     return text[:end], text[end:]
@@ -108,13 +115,15 @@ _LONG_EXPONENT = re.compile(rb"(^|[0-9.])[eE][+-]?[0-9]{%d}" % (MAX_EXPONENT_DIG
 class JsonPlaces(NamedTuple):
     """The places of JSON in an answer: after a text of `begins`, up to a text of `ends` outside strings.
 
-    at_start: the answer begins with JSON. reasoning: the tags of reasoning that may precede the answer, or None.
+    at_start: the answer begins with JSON. reasoning: the tags of reasoning that may precede the answer, or None. quote:
+    what stands on either side of a string after `begins`, if it is not JSON's quotation mark.
     """
 
     at_start: bool
     reasoning: ReasoningTags | None
     begins: tuple[bytes, ...] = ()
     ends: tuple[bytes, ...] = ()
+    quote: bytes = b""
 
 
 class NumberMasks:
@@ -151,10 +160,11 @@ class NumberScan:
     def __init__(self, places: JsonPlaces) -> None:
         self._places, self._reasoning = places, ReasoningSplitter(places.reasoning)
         self._is_json, self._in_string, self._is_escaped = places.at_start, False, False
+        self._quote = b""  # on either side of a string, if it is not JSON's quotation mark
         self._num_digits = 0  # in a row, at the end of the text so far
         self._in_exponent = False
         self._tail = b""  # the end of the text so far, as long as the longest text of the places
-        texts = (*places.begins, *places.ends)
+        texts = (*places.begins, *places.ends, *([places.quote] if places.quote else []))
         self._num_tail_bytes = max(map(len, texts), default=0)
         self._last_bytes = frozenset(text[-1] for text in texts)
 
@@ -171,6 +181,9 @@ class NumberScan:
         for byte in text:
             if self._num_tail_bytes:
                 self._tail = (self._tail + bytes((byte,)))[-self._num_tail_bytes :]
+            if self._in_string and self._quote:
+                self._in_string = not self._tail.endswith(self._quote)
+                continue
             if self._in_string:
                 self._in_string = (self._is_escaped or byte != 0x22) and byte != 0x0A  # strings in JSON have one line
                 self._is_escaped = byte == 0x5C and not self._is_escaped
@@ -183,11 +196,12 @@ class NumberScan:
             self._num_digits = 0
             if byte in self._last_bytes:
                 self._look_at_tail()
-            self._in_string = self._is_json and byte == 0x22
+            begins_string = self._tail.endswith(self._quote) if self._quote else byte == 0x22
+            self._in_string = self._is_json and begins_string
 
     def _look_at_tail(self) -> None:
         if self._tail.endswith(self._places.begins):
-            self._is_json = True
+            self._is_json, self._quote = True, self._places.quote
         elif self._tail.endswith(self._places.ends):
             self._is_json = False
 

@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 
 from nanovllm.plan.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
 from nanovllm.plan.sequence import Sequence
-from nanovllm.sampling_params import ReasoningTags
+from nanovllm.sampling_params import AnswerTags, HarmonyTags
 from nanovllm.text.answer_scan import ReasoningSplitter
+from nanovllm.text.harmony import HarmonyScanner
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.automaton import Automaton
 
@@ -176,7 +177,7 @@ class Detokenizer:
         *,
         prompt: Seq[int] = (),
         min_tokens: int = 0,
-        reasoning: ReasoningTags | None = None,
+        reasoning: AnswerTags | None = None,
     ) -> None:
         """include_stop: keep the stop string or end token that ends the answer in the answer's text.
 
@@ -189,7 +190,11 @@ class Detokenizer:
         self._decoder = decoder
         self._stop = stop
         self._include_stop = include_stop
-        self._reasoning = ReasoningSplitter(reasoning)
+        self._splitter: HarmonyScanner | ReasoningSplitter
+        if isinstance(reasoning, HarmonyTags):
+            self._splitter = HarmonyScanner(reasoning.begun)
+        else:
+            self._splitter = ReasoningSplitter(reasoning)
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window, self._num_context_tokens = self._end_of_prompt(prompt)
         # The newest visible tokens, which are decoded together. The first tokens are the context of the following ones
@@ -227,10 +232,7 @@ class Detokenizer:
             new_token_ids = new_token_ids[:-1]
         piece = self._read(self._decoder.visible(new_token_ids), finished)
         if self._stop:
-            *before, answer = self._reasoning.split(piece, finished)
-            if self._num_unstoppable_tokens <= 0:
-                answer = self._cut_at_stop(answer, finished)
-            piece = "".join((*before, answer))
+            piece = self._until_stop(piece, finished)
         self._num_unstoppable_tokens -= len(new_token_ids)
         self._shown.write(piece)
         return piece
@@ -308,6 +310,19 @@ class Detokenizer:
                     return tokens, num_all_chars
             newest, num_chars = new, self._decoder.measure(new)[0]
         return newest, num_chars
+
+    def _until_stop(self, piece: str, finished: bool) -> str:
+        """Return the part of the piece that may be shown. A stop string counts only within one part of the answer."""
+        shown = []
+        for part, is_answer in self._splitter.parts(piece, finished):
+            if is_answer:
+                shown.append(self._cut_at_stop(part, finished) if self._num_unstoppable_tokens <= 0 else part)
+            elif part:
+                shown += [self._withheld, part]
+                self._withheld, self._stop_state = "", 0
+            if self.stopped:
+                break
+        return "".join(shown)
 
     def _cut_at_stop(self, piece: str, finished: bool) -> str:
         """Return the part that may be shown of the withheld text and the piece.
@@ -410,6 +425,7 @@ class TextReceiver(Receiver, TextSource):
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
 _RUN_TOKENS = 64
 _MIN_CHECKED = 1000  # tokens that are checked; the tokens of a small vocabulary repeat
 
@@ -440,7 +456,7 @@ def _name(tokenizer: Any, token_id: int) -> str:
 def _broken_bytes(tokenizer: Any, token_id: int, text: str) -> bytes:
     """Return the bytes of a token with parts of characters or with U+FFFD itself. text: the token's decoded text."""
     name = _name(tokenizer, token_id)
-    candidates = [name.encode()]
+    candidates = [name.encode(), name.replace(_SENTENCEPIECE_SPACE, " ").encode()]
     if match := _BYTE_TOKEN.fullmatch(name):
         candidates.append(bytes.fromhex(match[1]))
     if all(char in BYTES_OF_LETTERS for char in name):

@@ -118,7 +118,10 @@ class TextFrontend:
         self._encode_lock = threading.Lock()  # a tokenizer can encode for only one thread at a time
         self._bad_words_lock = threading.Lock()
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
+        self.special_tokens: frozenset[str] = frozenset()  # which skip_special_tokens leaves out of texts
         if self.tokenizer is not None:
+            added = self.tokenizer.added_tokens_decoder.values()
+            self.special_tokens = frozenset(token.content for token in added if token.special)
             self._encoder = TextEncoder(self.tokenizer)
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
             self._bad_words = lru_cache(MAX_BAD_WORDS)(_BadWordFinder(self.tokenizer, self._vocab_size).find)

@@ -1,8 +1,8 @@
 """Makes a transformers tokenizer of the vocabulary in a GGUF file.
 
-A file has the tokens, their kinds, and merges (byte-level BPE, `tokenizer.ggml.model` "gpt2") or scores (SentencePiece,
-"llama"). How a text is split before the merges is not in the file, only the name of a rule (`tokenizer.ggml.pre`), so
-the rules are listed here, as the tokenizer.json of the models that use them has them.
+A file has the tokens, their kinds, and merges (byte-level BPE, `tokenizer.ggml.model` "gpt2"), scores (SentencePiece,
+"llama") or both (SentencePiece, "gemma4"). How a text is split before the merges is not in the file, only the name of a
+rule (`tokenizer.ggml.pre`), so the rules are listed here, as the tokenizer.json of the models that use them has them.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def make_tokenizer(model: GGUFModel) -> Any:
 
     vocabulary = _Vocabulary(model)
     kind = model.metadata.get("tokenizer.ggml.model")
-    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
     if not isinstance(kind, str) or kind not in makers:
         raise vocabulary.refusal("model", f"supported are {', '.join(makers)}")
     try:
@@ -141,7 +141,7 @@ class _Vocabulary:
         from tokenizers.processors import TemplateProcessing
 
         named = self.named()
-        adds_bos = self.get("model") == "llama" or _RULES.get(str(self.get("pre"))) in _BEGIN_WITH_BOS
+        adds_bos = self.get("model") in ("llama", "gemma4") or _RULES.get(str(self.get("pre"))) in _BEGIN_WITH_BOS
         around = {"bos": self.flag("add_bos_token", adds_bos), "eos": self.flag("add_eos_token", False)}
         adds = {name: text for name, text in named.items() if around.get(name)}
         before, after = ([adds[name]] if name in adds else [] for name in ("bos", "eos"))
@@ -174,17 +174,14 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Any:
-    """Return SentencePiece's BPE: the pair whose token has the highest score is merged first."""
+    """Return SentencePiece's BPE: the pair whose token has the highest score is merged first. Files of Gemma 4 have the
+    merges, too.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    ids, scores = vocabulary.ids(), vocabulary.scores()
-    merges = [
-        (-scores[token_id], ids[text[:i]], ids[text[i:]], text[:i], text[i:])
-        for text, token_id in ids.items()
-        for i in range(1, len(text))
-        if text[:i] in ids and text[i:] in ids
-    ]
-    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    ids = vocabulary.ids()
+    has_merges = vocabulary.get("model") == "gemma4"
+    pairs = vocabulary.merges() if has_merges else _merges_by_score(ids, vocabulary.scores())
     model = models.BPE(ids, pairs, unk_token=vocabulary.named().get("unk"), fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
     adds_space = vocabulary.flag("add_space_prefix", True)
@@ -194,3 +191,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
     return backend
+
+
+def _merges_by_score(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    merges = [
+        (-scores[token_id], ids[text[:i]], ids[text[i:]], text[:i], text[i:])
+        for text, token_id in ids.items()
+        for i in range(1, len(text))
+        if text[:i] in ids and text[i:] in ids
+    ]
+    return [(left, right) for *_, left, right in sorted(merges)]

@@ -6,14 +6,24 @@ of the text, and the depth of nested references in a schema.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson, TaggedValue
+from nanovllm.sampling_params import (
+    AnswerTags,
+    HarmonyTags,
+    ReasoningTags,
+    StructuredOutputs,
+    TaggedJson,
+    TaggedValue,
+)
 from nanovllm.text.answer_scan import JsonPlaces
-from nanovllm.text.json_schema import Fault, find_faults, remove_neutral_keywords
+from nanovllm.text.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, ENDS, FUNCTIONS, MESSAGE, START
+from nanovllm.text.json_schema import Fault, find_faults, remove_faults, remove_neutral_keywords
+from nanovllm.text.quoted_grammar import QuotedGrammar
 
 MAX_CHARS = 200_000  # limit of a schema, a regex, or all choices together
 # llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
@@ -34,17 +44,25 @@ class GrammarWriter:
     """Writes the grammar of one request in the Lark language.
 
     added_tokens: the tokenizer's added tokens. A tag that is an added token is matched as a token, because an added
-    token never matches a text, and the model would write the tag as a token.
+    token never matches a text, and the model would write the tag as a token. special_ids: added tokens that no free
+    text contains.
     relaxed: returns the rule of a schema, given its place in the request and its JSON text, without what a grammar
-    cannot express.
+    cannot express. report: logs the parts that were left out of a schema, given its place in the request.
     """
 
-    def __init__(self, added_tokens: Mapping[str, int], relaxed: Callable[[str, str], str]) -> None:
-        self._added_tokens, self._relaxed = added_tokens, relaxed
+    def __init__(
+        self,
+        added_tokens: Mapping[str, int],
+        special_ids: Collection[int],
+        relaxed: Callable[[str, str], str],
+        report: Callable[[str, tuple[str, ...]], None],
+    ) -> None:
+        self._added_tokens, self._special_ids = added_tokens, special_ids
+        self._relaxed, self._report = relaxed, report
         self._rules = {"TEXT": r"/(.|\n)*/"}  # by name
         self.schemas: list[Any] = []  # schemas that the answer must match exactly
 
-    def write(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> tuple[str, str, JsonPlaces | None]:
+    def write(self, outputs: StructuredOutputs, reasoning: AnswerTags | None) -> tuple[str, str, JsonPlaces | None]:
         """Return the name of the given field, the grammar, and the places of JSON in the answer or None without JSON.
 
         Raises RequestError for a request that can be refused without compiling the grammar.
@@ -54,9 +72,12 @@ class GrammarWriter:
         has_free_text = False
         if tagged is not None:
             kind = "tagged_json"
+        if isinstance(reasoning, HarmonyTags):
+            form = self._messages(reasoning, tagged, form)
+        elif tagged is not None:
             has_free_text = not (tagged.is_required or form) and bool(tagged.trigger)
             form = self._tagged(tagged, form, reasoning)
-        before = "" if reasoning is None else self._reasoning(reasoning, has_free_text)
+        before = self._reasoning(reasoning, has_free_text) if isinstance(reasoning, ReasoningTags) else ""
         rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
         grammar = "\n".join([f"{HEADER}{f'{before}({form})' if before else form}", *rules])
         if tagged is not None:
@@ -83,7 +104,7 @@ class GrammarWriter:
 
         has_free_text: any text may follow the reasoning. Tags that are not tokens belong to this text.
         """
-        if has_free_text and not {tags.begin, tags.end} <= self._added_tokens.keys():
+        if has_free_text and not {_first_tag(tags.begin), tags.end} <= self._added_tokens.keys():
             return ""
         self._rules["THOUGHT"] = _terminal(text_without([tags.end]))
         thoughts = self._any_text("THOUGHT", (tags.end,))
@@ -102,8 +123,9 @@ class GrammarWriter:
 
     def _any_text(self, text: str, without: tuple[str, ...]) -> str:
         """Return a rule for texts between added tokens, such as </think>, up to the next text."""
-        others = [str(token_id) for token, token_id in self._added_tokens.items() if token not in without]
-        return f"({text} <[{','.join(others)}]>)*" if others else '""'
+        named = {self._added_tokens.get(token) for token in without}
+        others = sorted({*self._added_tokens.values()} - {*named, *self._special_ids})
+        return f"({text} <[{_ranges(others)}]>)*" if others else '""'
 
     def _tagged(self, tagged: TaggedJson, form: str, reasoning: ReasoningTags | None) -> str:
         """Return the rule of an answer with tags, with one rule for each tag. form: the rule of an answer without tags.
@@ -116,7 +138,11 @@ class GrammarWriter:
         names = tagged.names or [""] * len(tagged.tags)
         for i, ((begin, schema, end), name) in enumerate(zip(tagged.tags, names, strict=True)):
             values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
-            body = "".join(self._value(value, f"{i}_{j}", name, tagged.value_pattern) for j, value in enumerate(values))
+            if tagged.quote:
+                body = self._quoted(schema, str(i), name, tagged.quote)
+            else:
+                parts = (self._value(value, f"{i}_{j}", name, tagged.value_pattern) for j, value in enumerate(values))
+                body = "".join(parts)
             self._rules[f"tag_{i}"] = f"{self._literal(begin.removeprefix(start))}{body}{self._literal(end)}"
         self._rules["tag"] = " | ".join(f"tag_{i}" for i in range(len(tagged.tags)))
         tags = "tag" if tagged.is_single else f"tag ({self._literal(tagged.separator)}tag)*"
@@ -129,9 +155,70 @@ class GrammarWriter:
         self._rules["SPELLED"] = f"FREE {json.dumps(tagged.trigger)}"
         self._rules["spelled[lazy]"] = "SPELLED"
         is_token = tagged.trigger in self._added_tokens
-        self._rules["free"] = self._any_text("FREE", (tagged.trigger, *([reasoning.begin] if reasoning else [])))
+        self._rules["free"] = self._any_text(
+            "FREE", (tagged.trigger, *([_first_tag(reasoning.begin)] if reasoning else []))
+        )
         self._rules["trigger"] = f"free (spelled{f' | FREE {self._literal(tagged.trigger)}' if is_token else ''})"
         return "free FREE | trigger tag" if tagged.is_single else "(trigger tag)* free FREE"
+
+    def _messages(self, tags: HarmonyTags, tagged: TaggedJson | None, form: str) -> str:
+        """Return the rule of an answer in the harmony format. form: the rule of the text of its message to the user.
+
+        What comes before the call or the answer is reasoning and, if neither a call nor a form is required, text to the
+        user.
+        """
+        self._need_tokens(START, END, CHANNEL, MESSAGE, *([CONSTRAIN] if tagged else []))
+        begin = f"{START}assistant"
+        if not begin.startswith(tags.begun):
+            raise RequestError(
+                f"structured_outputs needs a prompt that ends before a message or with {begin!r}, not with "
+                f"{shortened(tags.begun)!r}; leave add_generation_prompt on"
+            )
+        after = f"{self._literal(END)}{self._literal(begin)}"
+        self._rules["MESSAGE"] = _terminal(text_without(ENDS))
+        before = [f"{self._literal(f'{CHANNEL}{ANALYSIS}{MESSAGE}')}MESSAGE {after}"]
+        if tagged is not None and not (tagged.is_required or form):
+            before.append(f"{self._literal(f'{CHANNEL}commentary{MESSAGE}')}MESSAGE {after}")
+        self._rules["before"] = f"({' | '.join(before)})*"
+        endings = []
+        if tagged is not None:
+            for i, (name, schema, _) in enumerate(tagged.tags):
+                to = f" to={FUNCTIONS}{name}"
+                heads = [self._literal(each) for each in (f"{to}{CHANNEL}commentary", f"{CHANNEL}commentary{to}")]
+                kinds = [self._literal(each) for each in (f" {CONSTRAIN}json", f"{CONSTRAIN}json", " json")]
+                head = f"({' | '.join(heads)}) ({' | '.join(kinds)}) {self._literal(MESSAGE)}"
+                self._rules[f"tag_{i}"] = f"{head}{self._json(schema, name, **_ONE_LINE)}"
+            self._rules["tag"] = " | ".join(f"tag_{i}" for i in range(len(tagged.tags)))
+            endings.append("tag" if tagged.is_single else f"tag ({after}before tag)*")
+        if tagged is None or not tagged.is_required:
+            endings.append(f"{self._literal(f'{CHANNEL}final{MESSAGE}')}({form or 'MESSAGE'})")
+        return f"{self._literal(begin.removeprefix(tags.begun))}before ({' | '.join(endings)})"
+
+    def _need_tokens(self, *tokens: str) -> None:
+        if missing := [token for token in tokens if token not in self._added_tokens]:
+            raise RequestError(
+                f"structured_outputs cannot be used with this model's tokenizer: {missing[0]!r} is not a token; use "
+                "the tokenizer that belongs to the chat template"
+            )
+
+    def _quoted(self, schema: Any, number: str, place: str, quote: str) -> str:
+        """Return the rule of an object in the notation of quoted_grammar.py."""
+        self._need_tokens(quote)
+        schema = _parse_schema(schema)
+        options = schema.pop("x-guidance", {}) if isinstance(schema, dict) else {}
+        is_lenient = isinstance(options, dict) and options.get("lenient") is True
+        remove_neutral_keywords(schema)
+        faults = remove_faults(schema, lambda pattern: None) if is_lenient else find_faults(schema)
+        if not is_lenient:
+            refuse(faults)
+        self._rules["QUOTED"] = _terminal(text_without([quote]))
+        grammar = QuotedGrammar(self._rules, number, quote, self._literal, "QUOTED")
+        rule = grammar.write(schema)
+        if not is_lenient:
+            refuse(grammar.faults)
+        elif left_out := (*faults, *grammar.faults):
+            self._report(place, tuple(map(str, left_out)))
+        return rule
 
     def _value(self, value: TaggedValue, number: str, name: str, value_pattern: str) -> str:
         if value.choices:
@@ -176,9 +263,12 @@ class GrammarWriter:
         return f"%json {json.dumps(schema)}"
 
 
-def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> JsonPlaces | None:
+def _json_places(outputs: StructuredOutputs, reasoning: AnswerTags | None) -> JsonPlaces | None:
     """Return the places of JSON in an answer, or None without JSON. Other text must not be mistaken for JSON."""
     at_start = outputs.json is not None or outputs.json_object
+    if isinstance(reasoning, HarmonyTags):
+        headers = [f"final{MESSAGE}"] * at_start + [f"json{MESSAGE}"] * (outputs.tagged_json is not None)
+        return JsonPlaces(False, None, tuple(map(str.encode, headers)), (END.encode(),)) if headers else None
     begins, ends = [], []
     tags = outputs.tagged_json.tags if outputs.tagged_json is not None else ()
     for begin, schema, end in tags:
@@ -191,7 +281,9 @@ def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) ->
     def encoded(texts: list[str]) -> tuple[bytes, ...]:
         return tuple({text.encode(errors="replace"): None for text in texts if text.strip()})
 
-    return JsonPlaces(at_start, reasoning, encoded(begins), encoded([end for end in ends if len(end) > 1]))
+    quote = outputs.tagged_json.quote if outputs.tagged_json is not None else ""
+    ends = [end for end in ends if len(end) > 1]
+    return JsonPlaces(at_start, reasoning, encoded(begins), encoded(ends), quote.encode())
 
 
 def refuse(faults: list[Fault]) -> None:
@@ -204,6 +296,20 @@ def shown_faults(faults: list[Fault]) -> str:
     """Return a description of the first faults of a schema, for a message."""
     first = "; ".join(shortened(str(fault)) for fault in faults[:MAX_FAULTS])
     return f"{first}; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else first
+
+
+def _ranges(token_ids: list[int]) -> str:
+    """Return ascending ids as ranges. Gemma's tokenizers have thousands of unused tokens, one after the other."""
+    runs = [
+        [token_id for _, token_id in group]
+        for _, group in groupby(enumerate(token_ids), key=lambda each: each[1] - each[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _first_tag(text: str) -> str:
+    """Return the text up to the end of its first tag."""
+    return text[: text.index(">") + 1] if ">" in text else text
 
 
 def _terminal(pattern: str) -> str:

@@ -157,7 +157,7 @@ def _faults(schema: Any, pattern_fault: PatternFault) -> list[tuple[Fault, _Node
             is_pointer = reference == "#" or reference.startswith("#/")
             if not is_here and not has_ids and not reference.startswith(_DRAFTS):
                 add("$ref", f"is {reference!r}, which is outside the schema and is not fetched")
-            elif (is_pointer and _target(schema, reference) is None) or (
+            elif (is_pointer and target_of(schema, reference) is None) or (
                 is_here and not is_pointer and not has_ids and reference[1:] not in anchors
             ):
                 add("$ref", f"is {reference!r}, which does not exist in the schema")
@@ -184,7 +184,7 @@ def _uncountable(schema: Mapping[str, Any]) -> list[str]:
     return [] if is_obeyed else list(limits)
 
 
-def _target(schema: Any, pointer: str) -> Any:
+def target_of(schema: Any, pointer: str) -> Any:
     """Return the part of the schema at a JSON pointer, or None if there is no such part."""
     found = schema
     for part in unquote(pointer.removeprefix("#")).split("/")[1:]:
@@ -215,7 +215,7 @@ def _endless_references(schema: Any, nodes: list[_Node]) -> list[_Node]:
         groups = [[part] for part in _needed_parts(node.schema)]
         reference = node.schema.get("$ref")
         if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            groups.append([_target(schema, reference)])
+            groups.append([target_of(schema, reference)])
         for keyword in ("allOf", "anyOf", "oneOf"):
             if isinstance(options := node.schema.get(keyword), list):
                 groups += [[option] for option in options] if keyword == "allOf" else [options] if options else []

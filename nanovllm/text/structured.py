@@ -37,7 +37,7 @@ import numpy as np
 
 from nanovllm.errors import RequestError, install_command
 from nanovllm.plan.logit_edits import TokenMask, token_mask
-from nanovllm.sampling_params import ReasoningTags, StructuredOutputs
+from nanovllm.sampling_params import AnswerTags, StructuredOutputs
 from nanovllm.text.answer_scan import JsonPlaces, NumberMasks, NumberScan
 from nanovllm.text.detokenizer import read_token_bytes
 from nanovllm.text.grammar_writer import HEADER, MAX_FAULTS, GrammarWriter, refuse, shortened
@@ -247,22 +247,23 @@ class GrammarCompiler:
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._lock = threading.Lock()
         added = {} if tokenizer is None else tokenizer.get_added_vocab()
-        special = {*end_token_ids, *(added and tokenizer.all_special_ids)}
-        self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in special}
+        self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in end_token_ids}
+        self._special_ids = frozenset(added and tokenizer.all_special_ids)
         self._make_grammar = lru_cache(MAX_GRAMMARS)(Grammar)
         self._relax = lru_cache(MAX_RELAXED)(_relax)
+        self._report = lru_cache(MAX_RELAXED)(_report)
         self._vocabulary: Vocabulary | None = None
         self._refusal: str | None = None  # the reason why this tokenizer cannot be used
         if tokenizer is None:
             self._refusal = "structured_outputs needs a tokenizer, but this model has none; leave it out"
 
-    def compile(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None = None) -> Grammar:
+    def compile(self, outputs: StructuredOutputs, reasoning: AnswerTags | None = None) -> Grammar:
         """Compile the grammar of an answer. Cached. reasoning: the tags of reasoning before the answer, or None.
 
         Raises RequestError if llguidance is missing, or refuses the tokenizer or the grammar.
         """
         vocabulary = self._read_vocabulary()
-        writer = GrammarWriter(self._added_tokens, partial(self._relax, vocabulary))
+        writer = GrammarWriter(self._added_tokens, self._special_ids, partial(self._relax, vocabulary), self._report)
         kind, text, places = writer.write(outputs, reasoning)
         try:
             grammar = self._make_grammar(vocabulary, kind, text, places)
@@ -312,10 +313,15 @@ def _relax(vocabulary: Vocabulary, place: str, text: str) -> str:
         if not matcher.is_error():
             warnings = matcher.get_grammar_warnings()
             break
-    if what := [*map(str, left_out), *warnings]:
-        shown = "; ".join(map(shortened, what[:MAX_FAULTS]))
-        logger.warning("nanovllm: answers need not match all of the schema of %s: %s", place or "the answer", shown)
+    if what := (*map(str, left_out), *warnings):
+        _report(place, what)
     return rule
+
+
+def _report(place: str, left_out: tuple[str, ...]) -> None:
+    """Log the parts that were left out of a schema."""
+    shown = "; ".join(map(shortened, left_out[:MAX_FAULTS]))
+    logger.warning("nanovllm: answers need not match all of the schema of %s: %s", place or "the answer", shown)
 
 
 def _pattern_check(vocabulary: Vocabulary) -> Callable[[str], str | None]:

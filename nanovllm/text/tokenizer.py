@@ -378,13 +378,22 @@ def _decode_by_token(backend: Any) -> None:
             backend.decoder = decoders.ByteLevel()
 
 
-def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the end tokens in the model's configs, and the tokenizer's eos token.
+# Added tokens that end an answer in a tokenizer that has all of one line
+END_TOKENS = (
+    ("<|return|>", "<|call|>"),  # gpt-oss: after the answer, after a call
+    ("<turn|>", "<|tool_response>"),  # Gemma 4: after the answer, after calls
+)
 
-    The configs of some chat models name only the base model's end token. vLLM uses the tokenizer's eos token, too.
+
+def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer: the end tokens in the model's configs, the tokenizer's eos token, and the
+    end tokens of a known chat format.
+
+    The configs of some chat models name only the base model's end token, and a GGUF file names one. vLLM uses the
+    tokenizer's eos token, too.
     """
-    token_ids = list(model_config.eos_token_ids)
+    added = {} if tokenizer is None else tokenizer.get_added_vocab()
+    of_format = [added[end] for ends in END_TOKENS if added.keys() >= {*ends} for end in ends]
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)
-    if of_tokenizer is not None and of_tokenizer < model_config.vocab_size and of_tokenizer not in token_ids:
-        token_ids.append(of_tokenizer)
-    return tuple(token_ids)
+    found = [each for each in (of_tokenizer, *of_format) if each is not None and each < model_config.vocab_size]
+    return tuple(dict.fromkeys((*model_config.eos_token_ids, *found)))

@@ -1,6 +1,6 @@
-"""Integer division that rounds up, sizes as text, and a constant of models."""
+"""Integer division that rounds up, sizes as text, and constants of an activation."""
 
-SWIGLU_ALPHA = 1.702  # of ExpertsConfig.swiglu_limit; a constant in transformers, too (GptOssExperts)
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation "clamped_swiglu"; constants in transformers (GptOssExperts)
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

@@ -165,12 +165,12 @@ class CountingBackend(TorchBackend):
         super().__init__()
         self.batches: list[PagedBatch] = []
 
-    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
+    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H=None):
         self.batches.append(batch)
         assert q_THD.shape[0] == batch.cu_seqlens_q[-1] and batch.cu_seqlens_q[0] == 0
         assert batch.cu_seqlens_q.diff().tolist() == list(batch.host.query_lens)
         assert batch.context_lens.tolist() == list(batch.host.context_lens)
-        return super().attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+        return super().attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
 
 
 class CudnnOnCpu(CudnnBackend):
@@ -228,6 +228,18 @@ def test_cudnn_any_block_size(order, causal):
         case = make_paged([(50, 300), (70, 333), (129, 129)], page, (4, 2), causal=causal, order=order)
         assert_matches(case.attend(backend, 0.3), case.naive(0.3))
         assert backend.asked
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_cudnn_leaves_windows_to_the_paged_backend_and_counts_sinks_once(window):
+    for lens, _ in CUT_BATCHES:
+        paged = CountingBackend()
+        backend = CudnnOnCpu(paged, CPU_LIMITS)
+        case = make_paged(lens, 8, (4, 2), causal=True, window=window, sinks=(-1000.0, 0.5, 3.0, 1000.0))
+        assert_matches(case.attend(backend, 0.3), case.naive(0.3))
+        assert bool(backend.asked) == (window is None)
+    backend.build_plans(torch.zeros(1, 2, 1), 1, 128, 420, lambda: True, window=40)
+    assert bool(backend.asked) == (window is None), "no plan has a window"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -316,7 +328,7 @@ def test_cudnn_asks_for_no_pair_without_a_library_plan(num_tokens):
 class EmptyResults(TorchBackend):
     """A paged backend that computes nothing."""
 
-    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
+    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H=None):
         return PartialAttention(torch.empty_like(q_THD), torch.empty(1, len(q_THD)))
 
     def merge(self, parts, dtype):
@@ -329,6 +341,29 @@ class PairsOnly(CudnnOnCpu):
     def attend_dense(self, q, k, v, scale, causal):
         self.asked.append((len(q), len(k), causal))
         return PartialAttention(torch.empty_like(q), torch.empty(1, len(q)))
+
+
+def test_flash_is_told_the_window_and_gets_sinks_added(monkeypatch):
+    told = []
+
+    def flash_attn_with_kvcache(*inputs, window_size, **options):
+        told.append(window_size)
+        return plain.out_THD.float().unsqueeze(1), plain.lse_HT.float().t().unsqueeze(2)
+
+    def flash_attn_varlen_func(*inputs, window_size, **options):
+        told.append(window_size)
+        return plain.out_THD.float(), plain.lse_HT.float(), None
+
+    monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
+    flash = FlashBackend()
+    flash.flash_attn = SimpleNamespace(
+        flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=flash_attn_varlen_func
+    )
+    for lens, window in itertools.product(([(1, 300), (1, 40)], [(20, 300), (1, 9)]), (None, 100)):
+        case = make_paged(lens, 256, (2, 1), causal=True, window=window, sinks=(0.5, 3.0))
+        plain = case._replace(sinks_H=None).naive(0.3)
+        assert_matches(case.attend(flash, 0.3), case.naive(0.3))
+    assert told == [(-1, -1), (99, 0)] * 2
 
 
 def test_cudnn_and_flash_leave_some_batches_to_the_paged_backend(monkeypatch):
@@ -396,6 +431,29 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
     shape = {"head_dim": head_dim, "dtype": dtype, "device": "cuda", "unwritten": unwritten}
     for lens in batches:
         case = make_paged(lens, page, heads, causal=causal, **shape)
+        assert_as_good_as_plain_torch(case.attend(backend, head_dim**-0.5), case, head_dim**-0.5)
+
+
+# The layers of gpt-oss, and the local and the global layers of Gemma 4: heads, head dim, window, sinks
+LAYERS = [((64, 8), 64, 128, (-20.0, 0.5, 5.0)), ((64, 8), 64, None, (-20.0, 0.5, 5.0))]
+LAYERS += [((32, 16), 256, 1024, ()), ((32, 4), 512, None, ())]
+
+
+@pytest.mark.gpu
+@gpu_backends
+@pytest.mark.parametrize(("heads", "head_dim", "window", "sinks"), LAYERS)
+def test_gpu_windows_and_sinks_at_real_sizes_match_naive(name, heads, head_dim, window, sinks):
+    backend = gpu_backend(name, torch.bfloat16, head_dim)
+    shape = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda", "window": window, "sinks": sinks}
+    batches = [
+        [(1, 1), (1, 257), (333, 589), (5, 256), (129, 129), (1000, 1000)],
+        [(1, n) for n in (1, 0, 127, 128, 129, 1023, 1024, 1025, 40_000)],
+        [(1, 1), (2, 257), (16, 16), (5, 5000), (3, 256), (16, 20_000), (7, 255), (100, 3000)],
+        [(1100, 9001)],
+        [(100, 20_000)],
+    ]
+    for lens in batches:
+        case = make_paged(lens, 256, heads, causal=True, **shape)
         assert_as_good_as_plain_torch(case.attend(backend, head_dim**-0.5), case, head_dim**-0.5)
 
 
@@ -546,12 +604,13 @@ FEW_QUERIES = [
 @pytest.mark.parametrize(
     ("steps", "heads"), [(ONE_QUERY_EACH, (16, 8)), (FEW_QUERIES, (16, 8)), (FEW_QUERIES, (32, 4))]
 )
-def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps, heads):
+@pytest.mark.parametrize(("window", "sinks"), [(None, ()), (200, (-20.0, 0.5, 5.0))])
+def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps, heads, window, sinks):
     """Captured without host tables. Replayed with fewer queries, other lengths and empty sequences, behind the others
     or between them. The rows of no sequence hold NaN.
     """
     backend = gpu_backend(name, torch.bfloat16, 128)
-    cases = [make_paged(lens, 256, heads, causal=True, **IN_BF16) for lens in steps]
+    cases = [make_paged(lens, 256, heads, causal=True, window=window, sinks=sinks, **IN_BF16) for lens in steps]
     num_blocks = max(len(case.k_cache) for case in cases)
     q = torch.empty_like(cases[0].q_THD)
     caches = torch.full((2, num_blocks, 256, heads[1], 128), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -565,10 +624,11 @@ def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps
         max_context_len=16 * 256,
         host=None,
     )
-    backend.attend(q, *caches, batch, 0.09)  # compiles
+    sinks_H = cases[0].sinks_H
+    backend.attend(q, *caches, batch, 0.09, sinks_H)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = backend.attend(q, *caches, batch, 0.09)
+        got = backend.attend(q, *caches, batch, 0.09, sinks_H)
     for case in [*cases, cases[0]]:
         num_tokens = len(case.q_THD)
         q.fill_(torch.nan)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, num_roundings
 
-from nanovllm.attention.base import PartialAttention, RunningMerge, merge_attention_outputs, merge_parts
+from nanovllm.attention.base import PartialAttention, RunningMerge, add_sinks, merge_attention_outputs, merge_parts
 
 NO_KEY = float("-inf")
 
@@ -130,6 +130,25 @@ def test_running_merge_parts_without_keys_are_the_identity_bit_for_bit():
         got = merge_all([part if i in seeing else empty for i, part in enumerate(parts)])
         want = merge_all([parts[i] for i in seeing])
         assert torch.equal(got.out_THD, want.out_THD) and torch.equal(got.lse_HT, want.lse_HT)
+
+
+def test_sinks_in_one_of_several_parts_equal_sinks_over_all_keys():
+    """In whichever part, even one that saw no key. A sink is one more key, whose value is 0."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 3, 8), torch.randn(11, 3, 8), torch.randn(11, 3, 8)
+    for sinks_H in (torch.tensor([-1e4, 0.3, 1e4]), torch.tensor([2.0, -2.0, 30.0]).bfloat16()):
+        score = torch.einsum("thd,shd->hts", q.double(), k.double())
+        with_sink = torch.cat((score, sinks_H.double()[:, None, None].expand(-1, 5, 1)), -1)
+        want_out = torch.einsum("hts,shd->thd", with_sink.softmax(-1)[..., :-1], v.double())
+        for place in range(4):
+            cuts = [slice(0, 4), slice(4, 5), slice(5, 11), slice(0, 0)]
+            parts = [attention_fp64(q, k[cut], v[cut]) for cut in cuts[:3]]
+            parts.append((torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], NO_KEY)))
+            singles = [PartialAttention(out.float(), lse.float()) for out, lse in parts]
+            singles[place] = add_sinks(singles[place], sinks_H)
+            got = merge_all(singles)
+            torch.testing.assert_close(got.out_THD.double(), want_out, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(got.lse_HT.double(), with_sink.logsumexp(-1), atol=1e-6, rtol=1e-6)
 
 
 def test_running_merge_wrong_number_of_parts_asserts():

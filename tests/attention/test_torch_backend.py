@@ -56,6 +56,15 @@ def test_attend_paged_matches_naive(order: str, causal: bool):
         assert_matches(case.attend(backend, 0.25), case.naive(0.25))
 
 
+@pytest.mark.parametrize("order", ["adjacent", "random"])
+def test_attend_windows_and_sinks_match_naive(order: str, limits: TorchLimits):
+    """Windows and contexts around the block edge. Keys before the windows hold NaN."""
+    lens = [(1, 1), (1, 300), (5, 8), (8, 8), (9, 9), (7, 265), (40, 64), (0, 30), (1, 0), (17, 17)]
+    for window, sinks in itertools.product((None, 1, 7, 8, 9, 40, 1000), ((), (-1000.0, 0.5, 1000.0))):
+        case = make_paged(lens, 8, (6, 2), order=order, causal=True, window=window, sinks=sinks)
+        assert_matches(case.attend(TorchBackend(limits), 0.25), case.naive(0.25))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attend_many_spans_rounds_once(dtype: torch.dtype, limits: TorchLimits):
     """The running result was rounded after every span: 6 times the error of one rounding after 122 parts."""

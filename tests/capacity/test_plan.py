@@ -182,6 +182,21 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
     assert slow and fast and slow < fast
 
 
+def test_plan_has_no_shadow_of_head_dim_512() -> None:
+    model = replace(MODEL, head_dim=512)
+    card = replace(H200, gpu_bytes=8 * GIB)
+    offload: dict[str, Any] = {"model": "big", "enable_cpu_offload": True, "num_cpu_blocks": 1000}
+
+    def plan(**options: Any) -> CapacityPlan:
+        return make_plan(Config(**offload, **options), model, card, context=None, num_sequences=1)
+
+    assert plan(speculation="auto").num_pages == 0
+    with pytest.raises(ConfigError, match="shadow' has kernels for head dims up to 256, and big has 512; use another"):
+        plan(speculation="shadow")
+    with pytest.raises(ConfigError, match="shadow_bits has no effect: a shadow has head dims up to 256"):
+        plan(speculation="auto", shadow_bits=3)
+
+
 def test_plan_auto_leaves_out_a_draft_head_that_takes_more_than_a_quarter() -> None:
     """Regression: an engine with speculation="auto" did not start, since the head's K and V grow with the CPU pool."""
     offload: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8, "max_num_seqs": 8}

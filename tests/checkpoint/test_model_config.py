@@ -75,6 +75,11 @@ def test_preset_has_the_published_shape_and_no_directory() -> None:
         ("qwen3.5-9b", (32, 4096, 16, 4, 256, 248320), 262144),
         ("qwen3.5-27b", (64, 5120, 24, 4, 256, 248320), 262144),
         ("qwen3.5-35b-a3b", (40, 2048, 16, 2, 256, 248320), 262144),
+        ("gemma-3-270m", (18, 640, 4, 1, 256, 262144), 32768),
+        ("gemma-3-27b", (62, 5376, 32, 16, 128, 262208), 1048576),
+        ("gemma-4-12b", (48, 3840, 16, 1, 512, 262144), 262144),
+        ("gemma-4-26b-a4b", (30, 2816, 16, 2, 512, 262144), 262144),
+        ("gemma-4-31b", (60, 5376, 32, 4, 512, 262144), 262144),
     )
     for name, shape, limit in cases:
         config, directory = ModelConfig.from_pretrained(name)
@@ -300,7 +305,7 @@ def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkey
         ModelConfig.from_pretrained("owner/model")
 
 
-# tests/models/test_gpt_oss.py has the same test for its defaults
+# tests/models/test_gpt_oss.py and test_gemma.py have the same test for their defaults
 @pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if not each.has_windows])
 def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
@@ -323,6 +328,18 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     assert theirs.rope_parameters == rope
 
 
+def test_defaults_of_gemma_are_those_of_transformers(tmp_path: Path) -> None:
+    """A file without entries, and what transformers writes when it has read such a file."""
+    for architecture in (name for name in ARCHITECTURES if name.startswith("Gemma")):
+        text = {"hidden_size_per_layer_input": 0, "dtype": "bfloat16"}  # not 0 by default, and refused
+        named = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+        is_nested = architecture.endswith("ForConditionalGeneration")
+        plain = read(tmp_path, named | ({"text_config": text} if is_nested else text))
+        theirs = getattr(transformers, architecture.partition("For")[0] + "TextConfig")(**text).to_dict()
+        written = {**named, "text_config": theirs} if is_nested else {**theirs, **named}
+        assert plain == read(tmp_path, json.loads(json.dumps(written))), architecture
+
+
 def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
     """The file as it is, and as transformers writes it once it has read it: with every default and its own names."""
     for settings in (QWEN3, QWEN2, LLAMA, MISTRAL, SEED_OSS, MOE):
@@ -340,6 +357,29 @@ def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
             plain = read(tmp_path, with_text(settings, rope_parameters=entry | kept))
             AutoConfig.from_pretrained(str(tmp_path / "config.json")).save_pretrained(tmp_path)
             assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain, (settings, entry)
+
+
+def test_config_of_gemma_equals_what_transformers_reads(tmp_path: Path) -> None:
+    for name in (name for name in presets() if name.startswith("gemma")):
+        plain = read(tmp_path, json.loads(presets()[name].read_text()))
+        AutoConfig.from_pretrained(str(tmp_path / "config.json")).save_pretrained(tmp_path)
+        assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain, name
+    published = {  # gemma-3-4b-it: what is missing has the default of transformers
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+    }
+    assert read(tmp_path, published) == ModelConfig.from_pretrained("gemma-3-4b")[0]
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:

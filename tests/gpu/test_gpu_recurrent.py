@@ -1,4 +1,6 @@
-"""Models with recurrent layers on a GPU: states inside CUDA graphs and in pinned memory, and the error in bf16."""
+"""Models with recurrent layers or windows on a GPU: states inside CUDA graphs and in pinned memory, and the error in
+bf16.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +27,9 @@ CACHES = pytest.mark.parametrize("num_gpu_blocks", [None, 3], ids=["all-GPU", "s
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @CACHES
-def test_everything_at_once(hybrid: Reference, num_gpu_blocks: int | None, enforce_eager: bool) -> None:
+def test_everything_at_once(stateful: Reference, num_gpu_blocks: int | None, enforce_eager: bool) -> None:
     """Chunks, hits, preemption, an abort."""
-    with GpuLLM(hybrid, enforce_eager=enforce_eager, **cache_options(num_gpu_blocks)) as llm:
+    with GpuLLM(stateful, enforce_eager=enforce_eager, **cache_options(num_gpu_blocks)) as llm:
         serve_everything(llm)
         assert llm.stats()["num_state_loads"] > 0
         name = "resident" if num_gpu_blocks is None else "streamed"
@@ -35,10 +37,10 @@ def test_everything_at_once(hybrid: Reference, num_gpu_blocks: int | None, enfor
 
 
 @CACHES
-def test_questions_of_any_length_reuse_the_document(hybrid: Reference, num_gpu_blocks: int | None) -> None:
+def test_questions_of_any_length_reuse_the_document(stateful: Reference, num_gpu_blocks: int | None) -> None:
     questions = [DOCUMENT + random_prompt(length, seed=length) for length in (300, 30, 700, 1)]
     end = len(DOCUMENT) // BLOCK * BLOCK
-    with GpuLLM(hybrid, **cache_options(num_gpu_blocks)) as llm:
+    with GpuLLM(stateful, **cache_options(num_gpu_blocks)) as llm:
         hits = [llm.answer_and_check([question])[0]["num_cached_tokens"] for question in questions]
         assert hits == [0, 0, end, end]
 
@@ -53,11 +55,11 @@ def knowing(kind: str, reference: Reference) -> Internals:
 @pytest.mark.parametrize(
     ("kind", "num_gpu_blocks"), [("mixed", None), ("random", 3), ("drafts", None), ("drafts", 3), ("wrong", 24)]
 )
-def test_guesses_in_graphs_leave_no_trace(hybrid: Reference, kind: str, num_gpu_blocks: int | None) -> None:
+def test_guesses_in_graphs_leave_no_trace(stateful: Reference, kind: str, num_gpu_blocks: int | None) -> None:
     """One sequence, then four with different numbers of guesses and prompts mixed in."""
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "max_num_batched_tokens": 700}
     options |= {"num_speculative_tokens": 15}  # with 63, right guesses need hardly a pass
-    with GpuLLM(hybrid, internals=knowing(kind, hybrid), **options) as llm:
+    with GpuLLM(stateful, internals=knowing(kind, stateful), **options) as llm:
         llm.answer_and_check(PROMPTS[:1], max_tokens=40)
         llm.answer_and_check(PROMPTS, max_tokens=40)
         assert llm.num_replays["streamed verifying" if num_gpu_blocks == 3 else "resident verifying"] > 3
@@ -68,10 +70,10 @@ def test_guesses_in_graphs_leave_no_trace(hybrid: Reference, kind: str, num_gpu_
         llm.assert_nothing_left()
 
 
-def test_shadow_drafts_in_graphs(hybrid: Reference) -> None:
+def test_shadow_drafts_in_graphs(stateful: Reference) -> None:
     internals = replace(Internals(always_guesses=True), works_ahead=True)
     options = cache_options(3) | {"speculation": "shadow", "num_speculative_tokens": 7}
-    with GpuLLM(hybrid, internals=internals, **options) as llm:
+    with GpuLLM(stateful, internals=internals, **options) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=40)
         assert llm.num_replays["draft"] > 10 and llm.stats()["num_accepted_guesses"] > 0
 

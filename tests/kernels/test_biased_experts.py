@@ -17,16 +17,16 @@ from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import BLOCK_TYPES
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import moe
-from nanovllm.layers.linear import silu_and_mul
+from nanovllm.layers.linear import act_and_mul
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedRows, PackedWeight, store_blocks
 from nanovllm.models.gguf_values import dequantize
+from nanovllm.utils.arithmetic import SWIGLU_LIMIT as LIMIT
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
 NUM_EXPERTS, NUM_CHOSEN, HIDDEN, SIZE = (3, 2, 32, 32) if INTERPRETED else (32, 4, 2880, 2880)
 FORMATS = (("MXFP4",) * 3, (None,) * 3, ("Q8_0", "Q5_1", "MXFP4"))
-LIMIT = 7.0
 
 
 def config(num_experts: int = NUM_EXPERTS) -> ExpertsConfig:
@@ -37,7 +37,7 @@ def config(num_experts: int = NUM_EXPERTS) -> ExpertsConfig:
         norm_topk_prob=True,
         layers=(0,),
         has_bias=True,
-        swiglu_limit=LIMIT,
+        activation="clamped_swiglu",
     )
 
 
@@ -158,7 +158,9 @@ def test_clamped_gate_alone(device: str) -> None:
 
     x = torch.randn(5, 2 * SIZE, device=device) * 8
     x[0, ::3], x[1, ::3] = 500.0, -500.0
-    torch.testing.assert_close(fused.silu_and_mul(x, LIMIT), silu_and_mul(x.cpu(), LIMIT).to(device))
+    torch.testing.assert_close(
+        fused.act_and_mul(x, "clamped_swiglu"), act_and_mul(x.cpu(), "clamped_swiglu").to(device)
+    )
 
 
 @pytest.mark.slow

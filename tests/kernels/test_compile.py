@@ -77,13 +77,17 @@ def kernel_names() -> set[str]:
 
 
 def launch_prefill(
-    head_dim: int, dtype: torch.dtype, max_query_len: int, causal: bool, heads: tuple[int, int], num_splits: int = 1
+    head_dim: int,
+    dtype: torch.dtype,
+    max_query_len: int,
+    causal: bool,
+    heads: tuple[int, int],
+    num_splits: int = 1,
+    **window_and_sinks: Any,
 ) -> None:
-    q, k_cache, v_cache, lens, tables = paged_inputs(head_dim, dtype, heads)
-    cu_seqlens_q = torch.zeros(3, dtype=torch.int32)
-    prefill.paged_prefill(
-        q, k_cache, v_cache, cu_seqlens_q, lens, tables, max_query_len, scale=0.1, causal=causal, num_splits=num_splits
-    )
+    q, *caches, lens, tables = paged_inputs(head_dim, dtype, heads)
+    inputs = q, *caches, torch.zeros(3, dtype=torch.int32), lens, tables
+    prefill.paged_prefill(*inputs, max_query_len, scale=0.1, causal=causal, num_splits=num_splits, **window_and_sinks)
 
 
 def launch_decode(
@@ -93,13 +97,14 @@ def launch_decode(
     heads: tuple[int, int],
     max_query_len: int | None = None,
     causal: bool = True,
+    **window_and_sinks: Any,
 ) -> None:
     """One query for each sequence, or up to `max_query_len`."""
     q, *paged = paged_inputs(head_dim, dtype, heads)
     few: dict[str, Any] = {}
     if max_query_len is not None:
         few = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "max_query_len": max_query_len, "causal": causal}
-    decode.paged_decode(q, *paged, scale=0.1, num_splits=num_splits, **few)
+    decode.paged_decode(q, *paged, scale=0.1, num_splits=num_splits, **few, **window_and_sinks)
 
 
 def paged_inputs(head_dim: int, dtype: torch.dtype, heads: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -112,15 +117,17 @@ def launch_rotary(head_dim: int, dtype: torch.dtype, num_tokens: int, normed: bo
     qkv = torch.zeros(num_tokens, heads[0] + 2 * heads[1], head_dim, dtype=dtype)
     weight = torch.zeros(head_dim, dtype=dtype) if normed else None
     _, *caches, _, _ = paged_inputs(head_dim, dtype, heads)
-    fused.norm_rotate_store(
-        *qkv.split([heads[0], heads[1], heads[1]], dim=1),
-        weight,
-        weight,
-        1e-6,
-        torch.zeros(num_tokens, head_dim),
-        *caches,
-        torch.zeros(num_tokens, dtype=torch.int64),
-    )
+    for norms_v in (False, True) if normed else (False,):
+        fused.norm_rotate_store(
+            *qkv.split([heads[0], heads[1], heads[1]], dim=1),
+            weight,
+            weight,
+            1e-6,
+            torch.zeros(num_tokens, head_dim),
+            *caches,
+            torch.zeros(num_tokens, dtype=torch.int64),
+            norms_v=norms_v,
+        )
 
 
 def launch_merge(head_dim: int, dtype: torch.dtype, num_tokens: int) -> None:
@@ -136,12 +143,18 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(2, hidden_size, dtype=dtype), torch.zeros(6, hidden_size, dtype=dtype)
     fused.rms_norm(x, weight[0], 1e-6)
     fused.add_rms_norm(x, x, weight[0], 1e-6)
-    fused.silu_and_mul(x)
+    wide = torch.zeros(hidden_size)
+    for scalar, following in ((None, wide), (weight[0, :1], None)):
+        fused.norm_add_norm(x, x, wide, 1e-6, scalar=scalar, next_weight=following)
+    fused.softcap(x, 30.0)
+    for activation in ("silu", "gelu_tanh"):
+        fused.act_and_mul(x, activation)
     fused.sigmoid_and_mul(x, x)
     fused.select_columns(x, torch.arange(hidden_size, dtype=torch.int32))
     for bias in (None, weight[0, :6]):
         small_linear.small_linear(x[:1], weight, bias)
         small_linear.small_gate_up(x[:1], weight, bias)
+    small_linear.small_gate_up(x[:1], weight, None, activation="gelu_tanh")
     fused.choose_experts(small_linear.small_linear(x, weight, None, dtype=FP32), 4, norms=True)
     numbers = torch.zeros(256, dtype=torch.int32)
     inboxes = SimpleNamespace(addresses=numbers.long(), num_sums=numbers, gave_up=numbers, max_words=2**16)
@@ -221,6 +234,8 @@ def launch_packed(
         for num_rows in rows:
             packed_linear.products(x[:num_rows], weight, gated=gated)
         packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
+        if gated:
+            packed_linear.products(x[:1], weight, gated=True, activation="gelu_tanh")
         for block_m in tiles:
             routing = packed_linear.route(experts, 2, block_m)
             packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
@@ -264,7 +279,7 @@ def launch_quantize_rows(hidden_sizes: Sequence[int], inner_sizes: Sequence[int]
         quantizing.rms_norm_and_quantize(x, None, weight, 1e-6)
         quantizing.rms_norm_and_quantize(x, x.clone(), weight.float(), 1e-6)
     for size in inner_sizes:
-        quantizing.silu_and_quantize(torch.zeros(70, 2 * size, dtype=BF16))
+        quantizing.act_and_quantize(torch.zeros(70, 2 * size, dtype=BF16))
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -354,7 +369,8 @@ def launch_choices_of_the_target(head_dim: int, dtype: torch.dtype) -> None:
     """The kernels of attention whose tiles depend on the target, those with the most registers and shared memory."""
     launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
     launch_prefill(head_dim, dtype, max_query_len=64, causal=False, heads=(28, 4), num_splits=5)
-    launch_decode(head_dim, dtype, num_splits=128, heads=(32, 1))
+    most_heads = 32 if head_dim * dtype.itemsize < 2048 else 16  # that share keys: 32 of 2 KiB do not fit
+    launch_decode(head_dim, dtype, num_splits=128, heads=(most_heads, 1))
     launch_decode(head_dim, dtype, num_splits=128, heads=(28, 4), max_query_len=16)
 
 
@@ -380,7 +396,7 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             launch_pack_blocks(["Q4_K"])
             launch_read_experts()
             launch_shadow(128, BF16, bits=4)
-            only_fp8 = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
+            only_fp8 = {"_rms_norm_and_quantize_kernel", "_act_and_quantize_kernel"}
             if name == "9.0":
                 launch_quantize_rows((4096,), (12288,))
             assert {kernel.name for kernel in compiled} == kernel_names() - (set() if name == "9.0" else only_fp8)
@@ -408,7 +424,7 @@ def test_experts_with_biases_and_padded_rows_fit(name: str) -> None:
         weight, bias = blocks("MXFP4", 2880), torch.zeros(256, dtype=BF16)
         assert weight.padding == 64
         x, experts, factors = torch.zeros(2, 2880, dtype=BF16), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
-        clamped = {"gated": True, "swiglu_limit": 7.0}
+        clamped = {"gated": True, "activation": "clamped_swiglu"}
         packed_linear.products(x[:1], weight, bias, experts=experts, num_experts=2, **clamped)
         packed_linear.sum_of_experts(x, weight, experts, 2, factors, bias)
         for block_m in (16, 32, 64, 128):
@@ -439,6 +455,7 @@ ALL_CHOICES = [(64, BF16, "9.0"), (80, BF16, "12.0"), (256, BF16, "8.6"), (64, F
 LARGEST = [(16, BF16, "8.0"), (32, BF16, "12.0"), (64, BF16, "8.6"), (80, BF16, "9.0"), (96, BF16, "10.0")]
 LARGEST += [(112, BF16, "8.6"), (128, FP16, "8.9"), (160, BF16, "8.0"), (160, BF16, "9.0"), (192, BF16, "12.0")]
 LARGEST += [(256, BF16, "10.0"), (128, FP32, "8.6"), (160, FP32, "9.0"), (256, FP32, "8.9")]
+LARGEST += [(512, BF16, name) for name in PATHS] + [(512, FP32, "8.6")]
 
 
 @pytest.mark.slow
@@ -451,14 +468,34 @@ def test_attention_fits_at_other_shapes(head_dim: int, dtype: torch.dtype, name:
     check(compiled, target)
 
 
+# The layers with windows or sinks of gpt-oss and Gemma 4: heads, head dim, window, has sinks
+LAYERS = [((64, 8), 64, 128, True), ((64, 8), 64, None, True), ((32, 16), 256, 1024, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "head_dim", "window", "has_sinks"), LAYERS)
+@pytest.mark.parametrize("name", ["8.6", "9.0", "12.0"])
+def test_windows_and_sinks_fit(
+    name: str, heads: tuple[int, int], head_dim: int, window: int | None, has_sinks: bool
+) -> None:
+    given: Any = {"window": window, "sinks_H": torch.zeros(heads[0], dtype=BF16) if has_sinks else None}
+    with compiling_for(target := KNOWN_TARGETS[name]) as compiled:
+        launch_prefill(head_dim, BF16, 4096, causal=True, heads=heads, **given)
+        launch_prefill(head_dim, BF16, 64, causal=True, heads=heads, num_splits=5, **given)
+        launch_decode(head_dim, BF16, num_splits=8, heads=heads, **given)
+        launch_decode(head_dim, BF16, num_splits=8, heads=heads, max_query_len=16, **given)
+    check(compiled, target)
+
+
 @pytest.mark.slow
 def test_launch_kernels_leaves_no_prefill_kernel_and_no_merge_to_compile() -> None:
     """Whatever the lengths, the mask and the number of splits."""
     target, caches = KNOWN_TARGETS["9.0"], torch.zeros(2, PAGE, 8, 128, dtype=BF16)
-    q_THD = torch.zeros(4096, 16, 128, dtype=BF16)
+    q_THD, sinks_H = torch.zeros(4096, 16, 128, dtype=BF16), torch.zeros(17, dtype=BF16)
     with compiling_for(target) as compiled:
         backend = TritonBackend()
         backend.launch_kernels(q_THD, caches)
+        backend.launch_kernels(q_THD, caches, window=128, sinks_H=sinks_H[:16])
         known = {kernel.kernel.hash for kernel in compiled}
         compiled.clear()
         for num_parts, num_tokens in itertools.product((2, 3, 4, 7, 12, 41), (1, 77)):
@@ -468,6 +505,9 @@ def test_launch_kernels_leaves_no_prefill_kernel_and_no_merge_to_compile() -> No
         for causal in (True, False):
             for max_query_len, num_splits in ((17, 1), (64, 2), (300, 16), (2048, 32), (2049, 1), (4096, 1)):
                 launch_prefill(128, BF16, max_query_len, causal, heads=(16, 8), num_splits=num_splits)
+                if causal:  # any window, and sinks at any address
+                    given: Any = {"window": max_query_len, "sinks_H": sinks_H[1:]}
+                    launch_prefill(128, BF16, max_query_len, causal, heads=(16, 8), num_splits=num_splits, **given)
         for num_splits in (2, 5, 9, 31, 33, 128):
             launch_decode(128, BF16, num_splits, heads=(16, 8))
     new = {kernel.kernel.name for kernel in compiled if kernel.kernel.hash not in known}

@@ -14,6 +14,8 @@ from tiers import RUNS_ALL
 FILES = [
     "kernels/test_triton_kernels.py",
     "kernels/test_decode_queries.py",
+    "kernels/test_windows.py",
+    "kernels/test_window_rows.py",
     "kernels/test_small_linear.py",
     "kernels/test_packed_linear.py",
     "kernels/test_gguf_kernels.py",

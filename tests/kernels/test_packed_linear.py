@@ -149,6 +149,8 @@ def test_gated_products(device: str, kind: str) -> None:
         gate, up = (F.linear(x.double(), values) + (0.0 if given is None else given.double())).chunk(2, dim=-1)
         got = kernels.products(x, weight, given, gated=True, tile=as_tile(tile))
         assert_close(got, x, values, F.silu(gate) * up)
+    got = kernels.products(x, weight, bias, gated=True, activation="gelu_tanh", tile=as_tile(TILES[0]))
+    assert_close(got, x, values, F.gelu(gate, approximate="tanh") * up)
 
 
 @on_device
@@ -208,6 +210,12 @@ def test_choose_experts_has_the_numbers_of_torch(device: str, num_experts: int, 
     expected, best = logits.softmax(-1).topk(num_chosen, dim=-1)
     assert torch.equal(experts, best)
     torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True) if norms else expected)
+    factors = torch.rand(num_experts, device=device)  # Gemma 4 scales logits and the weights of experts
+    experts, weights = fused.choose_experts(logits, num_chosen, norms, 0.3, factors)
+    expected = (0.3 * logits).softmax(-1).gather(1, best)
+    expected = expected / expected.sum(-1, keepdim=True) if norms else expected
+    assert torch.equal(experts, best)
+    torch.testing.assert_close(weights, expected * factors[best])
 
 
 @on_device
@@ -655,13 +663,14 @@ def test_norm_and_quantize_is_quantize_of_the_norm(device: str, size: int) -> No
 
 @on_device
 @pytest.mark.parametrize("size", [64, 192, 4480])
-def test_silu_and_quantize_is_quantize_of_the_gated_numbers(device: str, size: int) -> None:
+def test_act_and_quantize_is_quantize_of_the_gated_numbers(device: str, size: int) -> None:
     from nanovllm.kernels import fused, quantizing
 
     for num_rows in (1, 5, 18):
         x = (torch.randn(num_rows, 2 * size + 8, device=device) * 3).to(DTYPE)[:, : 2 * size]
-        expected_codes, expected_scales = quantizing.quantize_rows(fused.silu_and_mul(x), size)
-        codes, scales = quantizing.silu_and_quantize(x)
+        activation = "gelu_tanh" if num_rows == 5 else "silu"
+        expected_codes, expected_scales = quantizing.quantize_rows(fused.act_and_mul(x, activation), size)
+        codes, scales = quantizing.act_and_quantize(x, activation)
         assert codes.shape == expected_codes.shape and torch.equal(scales[:num_rows], expected_scales[:num_rows])
         assert torch.equal(codes[:num_rows].view(torch.uint8), expected_codes[:num_rows].view(torch.uint8))
 

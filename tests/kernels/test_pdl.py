@@ -107,7 +107,7 @@ class Chain:
             x = packed_linear.sum_of_experts(hidden, chosen[1], experts, NUM_EXPERTS, weights)
             x = fused.rms_norm(x, layer["norm"], 1e-6)
             both = small_linear.small_linear(x, layer["gate_up"], None)
-            x = small_linear.small_linear(fused.silu_and_mul(both), layer["down"], layer["bias"])
+            x = small_linear.small_linear(fused.act_and_mul(both), layer["down"], layer["bias"])
         x, residual = fused.add_rms_norm(x, residual, self.layers[0]["norm"], 1e-6)
         logits = small_linear.small_linear(x, self.head, None)
         tokens = sampler.sample_tokens(logits, self.sampling)

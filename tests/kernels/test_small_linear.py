@@ -34,9 +34,11 @@ def make_case(
     return x, weight, torch.randn(num_features, device=device).to(dtype)
 
 
-def plain_gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def plain_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu"
+) -> torch.Tensor:
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def assert_as_good(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, sum_error: float) -> None:
@@ -62,12 +64,14 @@ def check_linear(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
     assert_as_good(got, F.linear(x, weight, bias), exact, sum_error(x, weight))
 
 
-def check_gate_up(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_gate_up(
+    got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu"
+) -> None:
     """The error of either half counts as often as the other half is large."""
     exact_bias = None if bias is None else bias.double()
     other_half = F.linear(x.double(), weight.double(), exact_bias).abs().max().item()
-    exact = plain_gate_up(x.double(), weight.double(), exact_bias)
-    assert_as_good(got, plain_gate_up(x, weight, bias), exact, 2 * other_half * sum_error(x, weight))
+    exact = plain_gate_up(x.double(), weight.double(), exact_bias, activation)
+    assert_as_good(got, plain_gate_up(x, weight, bias, activation), exact, 2 * other_half * sum_error(x, weight))
 
 
 @on_device
@@ -81,6 +85,7 @@ def test_small_linear_and_gate_up_as_good_as_plain_torch(
     x, weight, some_bias = make_case(num_rows, 2 * num_features, size, dtype, device)
     bias = some_bias if num_rows > 1 else None  # with and without
     check_gate_up(kernels.small_gate_up(x, weight, bias), x, weight, bias)
+    check_gate_up(kernels.small_gate_up(x, weight, bias, activation="gelu_tanh"), x, weight, bias, "gelu_tanh")
     weight, bias = weight[:num_features], bias if bias is None else bias[:num_features]
     check_linear(kernels.small_linear(x, weight, bias), x, weight, bias)
 

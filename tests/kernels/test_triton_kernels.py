@@ -16,9 +16,10 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device import kernel_target
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.layers.layernorm import add_rms_norm, rms_norm
-from nanovllm.layers.linear import silu_and_mul
+from nanovllm.layers.layernorm import add_rms_norm, norm_add_norm, rms_norm
+from nanovllm.layers.linear import act_and_mul
 from nanovllm.layers.rotary_embedding import KVCells, rotate_and_store
+from nanovllm.layers.vocabulary import soft_cap
 
 pytest.importorskip("triton")
 
@@ -280,8 +281,16 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
         *zip(fused.add_rms_norm(x, residual, wide, 1e-6), wide_norm, strict=True),
         (fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6)),
         *zip(fused.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
-        (fused.silu_and_mul(x), silu_and_mul(x)),
+        *((fused.act_and_mul(x, each), act_and_mul(x, each)) for each in ("silu", "gelu_tanh")),
     ]
+    scalar = torch.full((1,), 0.7, device=device, dtype=dtype)
+    for scaled, following in ((scalar, None), (None, wide)):  # (normed, sum) or twice the sum
+        of_cpu = [None if each is None else each.cpu() for each in (scaled, following)]
+        want = norm_add_norm(x.cpu(), residual.cpu(), wide.cpu(), 1e-6, scalar=of_cpu[0], next_weight=of_cpu[1])
+        got = fused.norm_add_norm(x, residual, wide, 1e-6, scalar=scaled, next_weight=following)
+        pairs += [*zip(got, (each.to(device) for each in want), strict=True)]
+    capped = soft_cap(20 * x.cpu(), 7.5).to(device)
+    pairs += [(fused.softcap(20 * x, 7.5), capped)]
     for got, want in pairs:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
 
@@ -320,6 +329,31 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
 
 
 @on_device
+@pytest.mark.parametrize("head_dim", [32, 80] if INTERPRETED else [128, 256, 512])
+def test_norm_rotate_store_norms_v_which_may_be_k(device, head_dim):
+    """The layers of Gemma 4. K is normed by a weight and rotated, V is not."""
+    from nanovllm.kernels import fused
+
+    for has_v, many_tokens in ((True, 1), (False, 1000)):
+        num_tokens, heads = (3, (6, 3)) if INTERPRETED else (70, (16, 2))
+        qkv = torch.randn(num_tokens, heads[0] + (1 + has_v) * heads[1], head_dim, device=device).to(DTYPES[-1])
+        q, k, *v = qkv.split([heads[0], heads[1], *[heads[1]] * has_v], dim=1)
+        qkv, weights = (q, k, v[0] if has_v else k), 1 + torch.randn(2, head_dim, device=device)
+        angles = torch.randn(num_tokens, head_dim // 2, device=device)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        slot_mapping = torch.randperm(96)[:num_tokens]
+        slot_mapping[1] = -1
+        caches = torch.randn(2, 3, 32, heads[1], head_dim, device=device).to(q.dtype)
+        want = KVCells(*caches.cpu(), slot_mapping)
+        want_q = rotate_and_store(*(x.cpu() for x in (*qkv, *weights)), 1e-6, cos_sin.cpu(), want, norms_v=True)
+        where = slot_mapping.to(device)
+        got_q = fused.norm_rotate_store(*qkv, *weights, 1e-6, cos_sin, *caches, where, many_tokens, norms_v=True)
+        for got, expected in zip((got_q, *caches), (want_q, want.k_cache_NPKD, want.v_cache_NPKD), strict=True):
+            tolerance = 4 * torch.finfo(q.dtype).eps
+            torch.testing.assert_close(got.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@on_device
 @pytest.mark.parametrize("head_dim", [pytest.param(80, marks=pytest.mark.slow)] if INTERPRETED else [80, 128])
 def test_every_kernel_stays_inside_its_memory(device, head_dim):
     """Cases for compute-sanitizer (benchmarks/targets.py): odd sizes, and beside ours only torch's elementwise kernels.
@@ -352,7 +386,7 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim):
     num_tokens, size = (3, 104) if INTERPRETED else (77, 3584)
     x, residual, weight = new(num_tokens, size), new(num_tokens, size), new(size)
     results += [fused.rms_norm(x, weight, 1e-6), *fused.add_rms_norm(x, residual, weight, 1e-6)]
-    results += [fused.silu_and_mul(x)]
+    results += [fused.act_and_mul(x)]
     qkv = new(num_tokens, heads[0] + 2 * heads[1], head_dim).split([heads[0], heads[1], heads[1]], dim=1)
     caches, slot_mapping = new(2, 1, page, heads[1], head_dim), torch.randperm(page, device=device)[:num_tokens]
     slot_mapping[1] = -1

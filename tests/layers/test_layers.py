@@ -21,7 +21,7 @@ from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
-    silu_and_mul,
+    act_and_mul,
 )
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, can_multiply_codes
@@ -144,9 +144,9 @@ def test_rms_norm_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(normed, reference(x + residual)) and torch.equal(summed, x + residual)
 
 
-def test_silu_and_mul_gates_with_the_first_half() -> None:
+def test_act_and_mul_gates_with_the_first_half() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
-    torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)
+    torch.testing.assert_close(act_and_mul(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)
 
 
 def test_activations_in_fp8_are_for_weights_that_cublas_can_multiply() -> None:

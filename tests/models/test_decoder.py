@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_model import load_model
-from tiny_models import ARCHITECTURES, HYBRIDS, WINDOWED, write_tiny_model
+from tiny_models import ARCHITECTURES, GEMMAS, HYBRIDS, WINDOWED, write_tiny_model
 
 from nanovllm.capacity.costs import weight_bytes
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -20,7 +20,7 @@ from nanovllm.models.loader import build_model
 def test_decoder_has_the_tensors_of_the_layout_and_the_size_that_the_planner_sums(tmp_path: Path) -> None:
     """For every architecture, tied or not, with and without biases and the draft head."""
     variants = [{}, {"tied": True, "bias": True}]
-    cases = [(name, variant) for name in (*ARCHITECTURES, *HYBRIDS, *WINDOWED) for variant in variants]
+    cases = [(name, variant) for name in (*ARCHITECTURES, *HYBRIDS, *GEMMAS, *WINDOWED) for variant in variants]
     cases += [(name, {"with_mtp": True}) for name in HYBRIDS]
     for i, (name, variant) in enumerate(cases):
         config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path / str(i), name, **variant)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
 from tiny_models import ARCHITECTURES as KINDS
-from tiny_models import HYBRIDS, ROPES, greedy_reference, reference_model, write_tiny_model
+from tiny_models import GEMMAS, HYBRIDS, ROPES, greedy_reference, reference_model, write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
@@ -46,7 +46,7 @@ def test_logits_where_mlps_take_some_tokens_at_a_time_match_transformers(
     assert_same_logits(tmp_path, random_prompt(50), max_model_len=128)
 
 
-@pytest.mark.parametrize("architecture", [*KINDS, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*KINDS, *HYBRIDS, *GEMMAS])
 def test_logits_bfloat16_error_is_at_most_twice_that_of_transformers(tmp_path: Path, architecture: str) -> None:
     write_tiny_model(tmp_path, architecture, num_layers=4, dtype=torch.bfloat16)
     prompt = random_prompt(60)
@@ -70,7 +70,7 @@ def test_greedy_dynamic_rope_around_the_original_length_matches_transformers(tmp
         assert run_greedy(model, prompt, 40) == greedy_reference(tmp_path, prompt, 40), num_prompt_tokens
 
 
-@pytest.mark.parametrize("architecture", [*KINDS, *HYBRIDS])
+@pytest.mark.parametrize("architecture", [*KINDS, *HYBRIDS, *GEMMAS])
 def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str) -> None:
     """Tests that compare tokens would prove little on a model that repeats one."""
     write_tiny_model(tmp_path, architecture, num_layers=4 if architecture in HYBRIDS else 2)
@@ -93,6 +93,14 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         ("qwen3.5-9b", 8.95, 0.09),
         ("qwen3.5-27b", 26.9, 0.27),
         ("qwen3.5-35b-a3b", 34.66, 0.35),
+        ("gemma-3-270m", 0.268, 0.001),
+        ("gemma-3-1b", 1.000, 0.001),
+        ("gemma-3-4b", 3.880, 0.001),
+        ("gemma-3-12b", 11.766, 0.001),
+        ("gemma-3-27b", 27.009, 0.001),
+        ("gemma-4-12b", 11.907, 0.001),
+        ("gemma-4-26b-a4b", 25.2, 0.05),
+        ("gemma-4-31b", 30.7, 0.05),
     ):
         config, _ = ModelConfig.from_pretrained(preset)
         model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")

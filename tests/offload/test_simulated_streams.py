@@ -161,6 +161,7 @@ class NullBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         return PartialAttention(q_THD, torch.zeros(q_THD.shape[1], len(q_THD)))
 

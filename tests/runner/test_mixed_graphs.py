@@ -25,14 +25,20 @@ class DeviceLensBackend(HostlessTorch):
     """Takes queries from the middle of a buffer, as a kernel in a graph does. Rows of no sequence get garbage."""
 
     def attend(
-        self, q_THD: torch.Tensor, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor, batch: PagedBatch, scale: float
+        self,
+        q_THD: torch.Tensor,
+        k_NPKD: torch.Tensor,
+        v_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         assert batch.host is None and batch.causal
         own = slice(int(batch.cu_seqlens_q[0]), int(batch.cu_seqlens_q[-1]))
         out = PartialAttention(torch.full_like(q_THD, 7.0), torch.full((q_THD.shape[1], len(q_THD)), 7.0))
         if own.stop > own.start:
             batch = replace(batch, cu_seqlens_q=batch.cu_seqlens_q - own.start)
-            part = super().attend(q_THD[own], k_NPKD, v_NPKD, batch, scale)
+            part = super().attend(q_THD[own], k_NPKD, v_NPKD, batch, scale, sinks_H)
             out.out_THD[own], out.lse_HT[:, own] = part
         return out
 

@@ -176,7 +176,7 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
             many = "_quantize_kernel" if name == "fp8" else "_unpack_kernel"
             names = {kernel[0] for kernel in needed}
             assert (many in names) == (num_tokens > (64 if name == "fp8" else MAX_BLOCK_ROWS[6]))
-            fused = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
+            fused = {"_rms_norm_and_quantize_kernel", "_act_and_quantize_kernel"}
             assert fused & names == (fused if name == "fp8" and num_tokens > 64 else set())
             assert set(needed) <= set(found)
 

@@ -57,7 +57,7 @@ class StreamedCase(NamedTuple):
         batches = StepBatches(self.batch, tuple(self.groups))
         attention = MergedAttention(backend, self.stream, None, cells, batches, batches, SCALE)
         attention.cells(0)
-        return attention.attend(0, q_THD)
+        return attention.attend(0, q_THD, self.whole.sinks_H)
 
 
 def make_streamed(
@@ -69,10 +69,19 @@ def make_streamed(
     head_dim: int,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    sinks: Sequence[float] = (),
 ) -> StreamedCase:
     """Each sequence's first `num_groups` blocks are streamed, a block of every sequence in a group."""
     whole = make_paged(
-        lens, page, heads, causal=True, head_dim=head_dim, dtype=dtype, device=device, mean_value=MEAN_VALUE
+        lens,
+        page,
+        heads,
+        causal=True,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        mean_value=MEAN_VALUE,
+        sinks=sinks,
     )
     batch, host, num_seqs = whole.batch, whole.batch.host, len(lens)
     tables = batch.block_tables.long()
@@ -97,11 +106,12 @@ def make_streamed(
 
 
 def test_streamed_attention_is_attention_over_all_keys():
-    case = make_streamed([(1, 50), (5, 49), (16, 63)], 8, 5, (6, 2), head_dim=16)
-    got = case.attend(TorchBackend())
-    want = case.whole.naive(SCALE)
-    torch.testing.assert_close(got.double(), want.out_THD, atol=5e-6, rtol=5e-6)
-    assert case.stream.num_released == 5
+    for sinks in ((), (-1000.0, 1.5, 1000.0)):  # a sink that were counted in several parts would take more weight
+        case = make_streamed([(1, 50), (5, 49), (16, 63)], 8, 5, (6, 2), head_dim=16, sinks=sinks)
+        got = case.attend(TorchBackend())
+        want = case.whole.naive(SCALE)
+        torch.testing.assert_close(got.double(), want.out_THD, atol=5e-6, rtol=5e-6)
+        assert case.stream.num_released == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -175,7 +185,13 @@ class LoggingBackend(TorchBackend):
         self.alive: list[weakref.ref[torch.Tensor]] = []
 
     def attend(
-        self, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: str, scale: float
+        self,
+        q_THD: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: str,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         assert sum(reference() is not None for reference in self.alive) <= 2, "more than the two that wait for a merge"
         self.log.append(f"attend {batch}")

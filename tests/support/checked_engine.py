@@ -71,8 +71,7 @@ class Reference:
         key = tuple(token_ids), num_last
         if key not in self._logits:
             with torch.inference_mode():
-                hidden = self._model.model(torch.tensor([token_ids])).last_hidden_state
-                self._logits[key] = self._model.lm_head(hidden[0, -num_last:])
+                self._logits[key] = self._model(torch.tensor([token_ids]), logits_to_keep=num_last).logits[0]
         return self._logits[key]
 
     def check(self, prompt: list[int], answer: list[int], rows: list[torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
 
 from nanovllm.capabilities.cpu_experts.job import ExpertJob
 from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore, store_bytes
@@ -125,8 +125,8 @@ class Case:
     absent: Sequence[int] = (1,)  # experts that are not in CPU memory
     num_layers: int = 1
     seed: int = 0
+    activation: str = "silu"
     grouped: dict[str, object] = field(default_factory=dict)  # arguments of matrix_format
-    swiglu_limit: float | None = None
     memory: torch.Tensor | None = None  # of the weights, otherwise new memory
     job: ExpertJob = field(init=False)
 
@@ -141,7 +141,7 @@ class Case:
         places[present] = order.int()
         layers = [formats] * self.num_layers, [places] * self.num_layers
         memory = torch.empty(store_bytes(*layers), dtype=torch.uint8) if self.memory is None else self.memory
-        self.store = ExpertStore(*layers, memory, self.swiglu_limit)
+        self.store = ExpertStore(*layers, memory)
         self.values = [
             [fill(matrix, generator) for matrix in (layer.gate, layer.up, layer.down)] for layer in self.store.layers
         ]
@@ -151,7 +151,7 @@ class Case:
         ).int()
         out = torch.full((self.num_tokens, h), torch.nan, dtype=self.out_dtype or self.dtype)
         weights = torch.rand(experts.shape, generator=generator)
-        self.job = ExpertJob(self.store, x=x, experts=experts, weights=weights, out=out)
+        self.job = ExpertJob(self.store, x=x, experts=experts, weights=weights, out=out, activation=self.activation)
         self.forget()
 
     def forget(self) -> None:
@@ -160,7 +160,7 @@ class Case:
 
     def expected(self, layer: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """The output in fp64; or as torch computes it in `dtype`."""
-        job, places, limit = self.job, self.store.layers[layer].places, self.swiglu_limit
+        job, places = self.job, self.store.layers[layer].places
         biases = [each.biases for each in self.store.layers[layer].matrices]
         out = torch.zeros(job.x.shape, dtype=torch.float64)
         gates, ups, downs = (values.to(dtype) for values in self.values[layer])
@@ -171,11 +171,12 @@ class Case:
                     x = job.x[token].to(dtype)
                     of_expert = [None if each is None else each[place].to(dtype) for each in biases]
                     gate, up = linear(x, gates[place], of_expert[0]), linear(x, ups[place], of_expert[1])
-                    if limit is None:
-                        hidden = torch.nn.functional.silu(gate) * up
-                    else:
-                        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                    if self.activation == "clamped_swiglu":
+                        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
                         hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                    else:
+                        is_silu = self.activation == "silu"
+                        hidden = (silu(gate) if is_silu else gelu(gate, approximate="tanh")) * up
                     out[token] += job.weights[token, choice] * linear(hidden, downs[place], of_expert[2]).double()
         return out
 

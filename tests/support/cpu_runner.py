@@ -26,12 +26,18 @@ class HostlessTorch(TorchBackend):
     """Reads the sizes from the tensors where the batch does not tell them."""
 
     def attend(
-        self, q_THD: torch.Tensor, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor, batch: PagedBatch, scale: float
+        self,
+        q_THD: torch.Tensor,
+        k_NPKD: torch.Tensor,
+        v_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         if batch.host is None:
             sizes = (batch.cu_seqlens_q.diff(), batch.context_lens, batch.block_tables)
             batch = replace(batch, host=HostTables(*(size.tolist() for size in sizes)))
-        return super().attend(q_THD, k_NPKD, v_NPKD, batch, scale)
+        return super().attend(q_THD, k_NPKD, v_NPKD, batch, scale, sinks_H)
 
 
 def graph_buffers(runner: ModelRunner, max_num_rows: int, **options: Any) -> GraphBuffers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,28 +40,34 @@ class DenseAttention:
     NUM_SLOTS, MAX_GUESSES = 4, 5
 
     def __init__(self, model: CausalLM, num_tokens: int) -> None:
-        config, layers = model.config, model.model.layers
-        (qkv_proj, *_) = [layer.self_attn.qkv_proj for layer in layers if layer.self_attn is not None]
-        shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
+        config, tp = model.config, model.lm_head.tp
         dtype = model.dtype
-        self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
-        self.windows = [DenseWindow(self, config) for _ in range(config.num_window_layers)]
+
+        def cache(kind: str, num_layers: int) -> torch.Tensor:
+            heads = config.attention(kind)
+            shape = (2, num_layers, 1, num_tokens, heads.num_kv_heads // tp.size, heads.head_dim)
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        self.config = config
+        self.k_cache, self.v_cache = cache("attention", config.num_attention_layers + 1)
+        if config.window is not None:
+            self.window_cache = cache("window", config.num_window_layers)
         self.positions = torch.arange(0)
         self.rows: StateRows | None = None
         if config.recurrent is not None:
-            r, tp = config.recurrent, model.lm_head.tp.size
+            r = config.recurrent
             slots, channels, heads = (
                 (self.NUM_SLOTS, config.num_recurrent_layers),
-                r.conv_channels // tp,
-                r.num_value_heads // tp,
+                r.conv_channels // tp.size,
+                r.num_value_heads // tp.size,
             )
             self.conv = torch.randn(*slots, r.conv_kernel - 1, channels).to(dtype)
             self.matrix = torch.randn(*slots, heads, r.key_head_dim, r.value_head_dim)
             self.pending = torch.randn(*slots, self.MAX_GUESSES, channels + 2 * heads).to(dtype)
 
-    def layer_memory(self, layer: int) -> "LayerStates | DenseWindow":
-        if self.windows:
-            return self.windows[layer]
+    def layer_memory(self, layer: int) -> Any:
+        if self.config.window is not None:
+            return DenseWindow(self, layer)
         rows = self.rows
         if rows is None:
             rows = state_rows([len(self.positions)], [1 if self.positions[0] else -1], [1], [0], [0])
@@ -70,48 +77,49 @@ class DenseAttention:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.positions)
 
     def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        num_keys = int(self.positions[-1]) + 1
-        return attend_densely(q_THD, self.k_cache[layer, 0, :num_keys], self.v_cache[layer, 0, :num_keys], sinks_H)
+        return self.attend_to(self.k_cache[layer], self.v_cache[layer], q_THD, "attention", None, sinks_H)
 
-
-def attend_densely(
-    q_THD: torch.Tensor,
-    k_NKD: torch.Tensor,
-    v_NKD: torch.Tensor,
-    sinks_H: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Attention of the last T of N tokens, each to the last `window` tokens up to itself, or to all."""
-    num_new, num_keys = len(q_THD), len(k_NKD)
-    mask = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new)
-    if window is not None:
-        mask = mask.triu(num_keys - num_new - window + 1)
-    q_HTD, k_KND, v_KND = (each.transpose(0, 1) for each in (q_THD, k_NKD, v_NKD))
-    if sinks_H is None:
-        out_HTD = torch.nn.functional.scaled_dot_product_attention(q_HTD, k_KND, v_KND, attn_mask=mask, enable_gqa=True)
-        return out_HTD.transpose(0, 1)
-    k_HND, v_HND = (each.repeat_interleave(len(q_HTD) // len(each), 0).float() for each in (k_KND, v_KND))
-    scores_HTN = (q_HTD.float() @ k_HND.mT * q_HTD.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
-    sinks_HT1 = sinks_H.float()[:, None, None].expand(-1, num_new, 1)
-    weights_HTN = torch.cat((scores_HTN, sinks_HT1), -1).softmax(-1)[..., :-1]
-    return (weights_HTN @ v_HND).transpose(0, 1).to(q_THD.dtype)
+    def attend_to(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        q_THD: torch.Tensor,
+        kind: str,
+        window: int | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of the last T tokens, each to the last `window` tokens up to itself, or to all."""
+        num_new, num_keys, scale = len(q_THD), int(self.positions[-1]) + 1, self.config.attention(kind).scale
+        q, k, v = q_THD.transpose(0, 1), *(cache[0, :num_keys].transpose(0, 1) for cache in (k_cache, v_cache))
+        mask = torch.ones(num_new, num_keys, dtype=torch.bool, device=q_THD.device).tril(num_keys - num_new)
+        if window is not None:
+            mask = mask.triu(num_keys - num_new - window + 1)
+        if sinks_H is None:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, enable_gqa=True, scale=scale
+            )
+            return out.transpose(0, 1)
+        k, v = (each.repeat_interleave(len(q) // len(each), 0).float() for each in (k, v))
+        scores = (q.float() @ k.mT * scale).masked_fill(~mask, float("-inf"))
+        sinks = sinks_H.float()[:, None, None].expand(-1, num_new, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        return (weights @ v).transpose(0, 1).to(q_THD.dtype)
 
 
 class DenseWindow:
-    """WindowKeys of a layer of a DenseAttention."""
+    """The WindowKeys of a layer, in a cache of all tokens."""
 
-    def __init__(self, attn: DenseAttention, config: ModelConfig) -> None:
-        self.attn, self.window = attn, config.window
-        self.k_cache, self.v_cache = torch.zeros_like(attn.k_cache[0]), torch.zeros_like(attn.v_cache[0])
+    def __init__(self, attn: DenseAttention, layer: int) -> None:
+        self.attn, (self.k_cache, self.v_cache) = attn, attn.window_cache[:, layer]
 
     @property
     def cells(self) -> KVCells:
         return KVCells(self.k_cache, self.v_cache, self.attn.positions)
 
     def attend(self, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        num_keys = int(self.attn.positions[-1]) + 1
-        k_NKD, v_NKD = self.k_cache[0, :num_keys], self.v_cache[0, :num_keys]
-        return attend_densely(q_THD, k_NKD, v_NKD, sinks_H, self.window.num_tokens)
+        window = self.attn.config.window
+        assert window is not None
+        return self.attn.attend_to(self.k_cache, self.v_cache, q_THD, "window", window.num_tokens, sinks_H)
 
 
 def load_model(
@@ -144,8 +152,8 @@ def run_logits(model: CausalLM, token_ids: list[int], chunk: int = 1000) -> torc
     """Logits of every position of a prompt that is run in chunks."""
     attn, hidden = DenseAttention(model, len(token_ids)), []
     for start in range(0, len(token_ids), chunk):
-        ids = torch.tensor(token_ids[start : start + chunk])
-        positions = attn.positions = torch.arange(start, start + len(ids))
+        ids = torch.tensor(token_ids[start : start + chunk], device=model.device)
+        positions = attn.positions = torch.arange(start, start + len(ids), device=model.device)
         rope_lens = torch.full((len(ids),), len(token_ids)) if model.needs_rope_lens else None
         hidden.append(model(ids, positions, attn, rope_lens))
     return model.compute_logits(torch.cat(hidden))

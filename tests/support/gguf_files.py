@@ -30,6 +30,24 @@ ARCHITECTURES = {
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
     "GptOssForCausalLM": "gpt-oss",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+}
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+}
+_GEMMA_VECTORS = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
 }
 _FFN_NORM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # where post_attention_layernorm is ffn_norm
 _NAMES = {
@@ -191,17 +209,22 @@ def _num_written(stored: dict[str, torch.Tensor], fused: bool) -> int:
 def _add_metadata(writer: Any, config: dict[str, Any], stored: dict[str, torch.Tensor]) -> None:
     num_draft_layers = int("mtp.fc.weight" in stored)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if "sliding_window" in config and config["model_type"].startswith("gemma"):
+        head_dim = _add_gemma_metadata(writer, config, head_dim)
     writer.add_block_count(config["num_hidden_layers"] + num_draft_layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if "per_layer_config" not in config:
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    is_partial = rope.get("rope_type") != "proportional"
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)) if is_partial else head_dim)
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -213,6 +236,8 @@ def _add_metadata(writer: Any, config: dict[str, Any], stored: dict[str, torch.T
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     if config.get("intermediate_size"):
         writer.add_feed_forward_length(config["intermediate_size"])
+    if config.get("top_k_experts"):
+        config = config | {"num_experts_per_tok": config["top_k_experts"]}
     if config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -233,6 +258,28 @@ def _add_metadata(writer: Any, config: dict[str, Any], stored: dict[str, torch.T
         writer.add_nextn_predict_layers(num_draft_layers)
     eos = config["eos_token_id"]
     writer.add_eos_token_id(eos)
+
+
+def _add_gemma_metadata(writer: Any, config: dict[str, Any], head_dim: int) -> int:
+    """Add what only Gemma's files have. Returns the head dim of the layers that attend to all keys."""
+    windows = [each == "sliding_attention" for each in config["layer_types"]]
+    writer.add_sliding_window(config["sliding_window"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] == "gemma3_text":
+        return head_dim
+    others = next(iter(config["per_layer_config"].values()))
+    kv_heads = others.get("num_key_value_heads", config["num_key_value_heads"])
+    writer.add_sliding_window_pattern(windows)
+    writer.add_head_count_kv([config["num_key_value_heads"] if each else kv_heads for each in windows])
+    writer.add_key_length_swa(head_dim)
+    writer.add_value_length_swa(head_dim)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    num_pairs, share = others["head_dim"] // 2, config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    factors = [1.0] * int(num_pairs * share)
+    writer.add_tensor("rope_freqs.weight", np.array(factors + [1e30] * (num_pairs - len(factors)), np.float32))
+    return int(others["head_dim"])
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
@@ -258,11 +305,17 @@ def _stacked(config: dict[str, Any], stored: dict[str, torch.Tensor], fused: boo
     found: dict[str, list[str]] = {}
     for name in stored:
         base, _, ending = name.rpartition(".")
+        is_gemma = config["model_type"].startswith("gemma")
         layer = f"blk.{config['num_hidden_layers']}." if name.startswith("mtp.") else ""
         if match := re.match(r"(model|mtp)\.layers\.(\d+)\.", name):
             number = int(match[2]) + config["num_hidden_layers"] * (match[1] == "mtp")
             layer, base = f"blk.{number}.", base[match.end() :]
-        if ending in ("A_log", "dt_bias"):
+            if is_gemma and name[match.end() :] in _GEMMA_VECTORS:
+                found[layer + _GEMMA_VECTORS[name[match.end() :]]] = [name]
+                continue
+        if is_gemma and base in _GEMMA_NAMES:
+            new = f"{_GEMMA_NAMES[base]}.{ending}"
+        elif ending in ("A_log", "dt_bias"):
             new = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[ending]
         elif ".experts." in base:
             kind = base.rpartition(".")[2].removesuffix("_proj")
@@ -279,9 +332,9 @@ def _stacked(config: dict[str, Any], stored: dict[str, torch.Tensor], fused: boo
 
 def _arranged(config: dict[str, Any], name: str, given: torch.Tensor) -> torch.Tensor:
     """Arrange the elements as the file has them. given: the stacked tensors of the experts, or one tensor."""
-    if "_exps." in name:
-        if name.endswith(".bias"):
-            return given
+    if "_exps.bias" in name:
+        return given
+    if "_exps.weight" in name:
         experts = config.get("num_experts") or config["num_local_experts"]
         return given.view(experts, -1, given.shape[-1]).contiguous()
     tensor = given[0]
@@ -309,7 +362,9 @@ def _arranged(config: dict[str, Any], name: str, given: torch.Tensor) -> torch.T
 
 
 def _changed(config: dict[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Change values as the converter of Qwen3.5 does."""
+    """Change values as the converters of Gemma 3 and Qwen3.5 do."""
+    if config["model_type"] == "gemma3_text":
+        return tensor + 1 if name.endswith("norm.weight") else tensor
     if "linear_conv_kernel_dim" not in config:
         return tensor
     if name.endswith("ssm_a"):

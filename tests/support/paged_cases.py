@@ -1,5 +1,6 @@
 """Paged batches at random, and naive attention to compare with. Shapes as in nanovllm/attention/base.py."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,27 +16,43 @@ class PagedCase(NamedTuple):
     v_cache: torch.Tensor
     batch: PagedBatch
     sequences: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    sinks_H: torch.Tensor | None = None
 
     def attend(self, backend: AttentionBackend, scale: float) -> PartialAttention:
-        return backend.attend(self.q_THD, self.k_cache, self.v_cache, self.batch, scale)
+        return backend.attend(self.q_THD, self.k_cache, self.v_cache, self.batch, scale, self.sinks_H)
 
     def naive(self, scale: float, dtype: torch.dtype = torch.float64) -> PartialAttention:
-        parts = [naive(q, k, v, scale, self.batch.causal, dtype) for q, k, v in self.sequences]
+        mask = self.batch.causal, dtype, self.batch.window, self.sinks_H
+        parts = [naive(q, k, v, scale, *mask) for q, k, v in self.sequences]
         return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
 
 
 def naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, dtype: torch.dtype = torch.float64
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    dtype: torch.dtype = torch.float64,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> PartialAttention:
-    """One softmax over the whole score matrix in `dtype`; keys repeated for the heads that share them."""
+    """One softmax over the whole score matrix in `dtype`; keys repeated for the heads that share them. A sink is one
+    more column of scores, whose value is 0.
+    """
     num_queries, num_heads, _ = q.shape
     num_keys = k.shape[0]
     q, k, v = (x.to(dtype).repeat_interleave(num_heads // x.shape[1], dim=1).transpose(0, 1) for x in (q, k, v))
     score = (q @ k.transpose(1, 2)) * scale
     if causal:
         hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).triu(num_keys - num_queries + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(num_keys - num_queries - window)
         score = score.masked_fill(hidden, float("-inf"))
-    if num_keys == 0:
+    if sinks_H is not None:
+        score = torch.cat((score, sinks_H.to(dtype)[:, None, None].expand(-1, num_queries, 1)), dim=2)
+        v = torch.cat((v, v.new_zeros(num_heads, 1, v.shape[2])), dim=1)
+    if score.shape[2] == 0:
         return PartialAttention(torch.zeros_like(q.transpose(0, 1)), score.new_full(score.shape[:2], float("-inf")))
     lse = torch.logsumexp(score, -1)
     weight = torch.exp(score - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1))
@@ -72,8 +89,14 @@ def make_paged(
     device: str = "cpu",
     unwritten: float = float("nan"),
     mean_value: float = 0.0,
+    window: int | None = None,
+    sinks: Sequence[float] = (),
 ) -> PagedCase:
-    """Sequences of (query_len, context_len). Cells that no token was written to hold `unwritten`."""
+    """Sequences of (query_len, context_len). Cells that no token was written to hold `unwritten`.
+
+    With `window`, only the keys that a query sees are written, and up to 127 before them, which kernels may read. Heads
+    have the `sinks` in turn, if there are any.
+    """
     needed = [-(-context_len // block_size) for _, context_len in lens]
     num_blocks = sum(needed) + 3
     free = {
@@ -87,9 +110,10 @@ def make_paged(
     for (query_len, context_len), num in zip(lens, needed, strict=True):
         table, free = free[:num], free[num:]
         q, k, v = make_qkv(query_len, context_len, heads, head_dim, dtype, mean_value)
-        cells = [table[t // block_size] * block_size + t % block_size for t in range(context_len)]
+        unseen = 0 if window is None else max(0, context_len - query_len - window + 1) // 128 * 128
+        cells = [table[t // block_size] * block_size + t % block_size for t in range(unseen, context_len)]
         for cache, x in ((caches[0], k), (caches[1], v)):
-            cache.flatten(0, 1)[cells] = x
+            cache.flatten(0, 1)[cells] = x[unseen:]
         sequences.append(tuple(x.to(device) for x in (q, k, v)))
         tables.append([*table, 0])  # longer than needed
     query_lens, context_lens = zip(*lens, strict=True)
@@ -102,9 +126,11 @@ def make_paged(
         max_context_len=max(context_lens),
         causal=causal,
         host=HostTables(query_lens, context_lens, tables),
+        window=window,
     )
+    sinks_H = torch.tensor([sinks[head % len(sinks)] for head in range(heads[0])], device=device) if sinks else None
     q_THD = torch.cat([q for q, _, _ in sequences])
-    return PagedCase(q_THD, caches[0].to(device), caches[1].to(device), batch, sequences)
+    return PagedCase(q_THD, caches[0].to(device), caches[1].to(device), batch, sequences, sinks_H)
 
 
 def assert_matches(got: PartialAttention, want: PartialAttention, tolerance: float = 2e-6) -> None:

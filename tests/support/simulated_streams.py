@@ -396,8 +396,9 @@ class TrackedBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
-        """Reads the valid tokens of every block in the tables of the sequences that have queries."""
+        """Reads the valid tokens of every block that a query sees."""
         assert batch.host is not None, "a simulated step needs PagedBatch.host"
         block_size = k_cache_NPKD.shape[1]
         valid_tokens: dict[int, int] = {}
@@ -405,13 +406,16 @@ class TrackedBackend(AttentionBackend):
         for query_len, context_len, table in zip(host.query_lens, host.context_lens, host.block_tables, strict=True):
             starts = range(0, context_len if query_len else 0, block_size)
             assert len(table) >= len(starts), f"a table of {len(table)} blocks for {context_len} tokens"
+            unseen = 0 if batch.window is None else max(0, context_len - query_len - batch.window + 1)
             for block_idx, start in enumerate(starts):
                 num_tokens = min(block_size, context_len - start)
+                if start + num_tokens <= unseen:
+                    continue
                 valid_tokens[table[block_idx]] = max(num_tokens, valid_tokens.get(table[block_idx], 0))
         for gpu_block_id, num_tokens in valid_tokens.items():
             for cache_NPKD in (k_cache_NPKD, v_cache_NPKD):
                 self._streams.compute.read(cache_NPKD[gpu_block_id, :num_tokens])
-        return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+        return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         """Reads the parts, one of which may lie where the CPU has put it."""

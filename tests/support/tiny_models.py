@@ -8,6 +8,8 @@ import torch
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "seed_oss", "qwen3_moe")
 WINDOWED = ("gpt_oss",)  # some layers have a window
 HYBRIDS = ("qwen3_5", "qwen3_5_moe")  # most layers are recurrent
+GEMMAS = ("gemma3", "gemma4", "gemma4_moe")  # every other layer has a window
+GEMMA_WINDOW = 8
 RECURRENT = {  # sizes of the recurrent layers
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -53,6 +55,7 @@ def write_tiny_model(
     recurrent: dict[str, Any] | None = None,
     with_vision: bool = False,
     with_mtp: bool = False,
+    gemma: dict[str, Any] | None = None,
 ) -> Path:
     """Write config.json and safetensors to `directory` and return it. The same arguments write the same weights.
 
@@ -62,10 +65,49 @@ def write_tiny_model(
 
     Every fourth layer of a hybrid model is attention, or every second one if 4 does not divide their number.
     `with_vision`: its text part is nested, beside a vision tower. `with_mtp`: it has a draft head, which transformers
-    does not read.
+    does not read. `gemma`: entries of config.json that replace others in a Gemma.
+
+    The last layer of a Gemma attends to all keys, and so does every second one before it. In Gemma 4 these layers have
+    larger heads, and no v_proj.
     """
     import transformers
 
+    if architecture in GEMMAS:
+        types = ["full_attention" if (num_layers - i) % 2 else "sliding_attention" for i in range(num_layers)]
+        text = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": max_position_embeddings,
+            "sliding_window": GEMMA_WINDOW,
+            "layer_types": types,
+            "tie_word_embeddings": tied,
+            "attention_bias": bias,
+            "eos_token_id": vocab_size - 1,
+        }
+        if architecture == "gemma3":
+            text |= {"query_pre_attn_scalar": 24, "rope_scaling": dict(ROPES[rope] if isinstance(rope, str) else rope)}
+        else:
+            text |= {"final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+            text |= {"global_head_dim": 2 * head_dim, "num_key_value_heads": 2 * num_kv_heads}
+            text |= {"num_global_key_value_heads": num_kv_heads}
+        if architecture == "gemma4_moe":
+            text |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
+        text |= gemma or {}
+        kind = "Gemma3" if architecture == "gemma3" else "Gemma4"
+        whole = getattr(transformers, f"{kind}TextConfig")(**text)
+        if with_vision:
+            vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            vision |= {"patch_size": 2, "image_size": 8, "head_dim": 8, "num_key_value_heads": 2}
+            whole = getattr(transformers, f"{kind}Config")(
+                text_config=whole.to_dict(), vision_config=vision, tie_word_embeddings=tied
+            )
+        form = "ForConditionalGeneration" if with_vision else "ForCausalLM"
+        return _write(getattr(transformers, kind + form)(whole), directory, seed, dtype, sharded)
     if architecture in HYBRIDS:
         kind = "Qwen3_5Moe" if architecture == "qwen3_5_moe" else "Qwen3_5"
         scaling = dict(ROPES[rope] if isinstance(rope, str) else rope)
@@ -170,6 +212,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
                 is_added_to_one = parameter.abs().max() == 0
                 parameter.uniform_(0.8, 1.2, generator=generator).sub_(float(is_added_to_one))
                 continue
+            if name.endswith("scale"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+                continue
             if name.endswith(("A_log", "dt_bias")):
                 parameter.uniform_(-2, 1, generator=generator)
                 continue
@@ -185,6 +230,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             is_query_or_key = "q_proj" in name or "k_proj" in name
             std = 0.03 if "embed" in name else 0.2 if is_query_or_key else 0.13
             parameter.normal_(0, std, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3, generator=generator)
 
 
 def write_tiny_tokenizer(directory: Path, vocab_size: int = 320) -> Path:

@@ -120,14 +120,14 @@ MISLABELLED: dict[str, _Kind] = {
 }  # fmt: skip
 
 
-def add_tokens(directory: Path, tokens: dict[str, int]) -> None:
+def add_tokens(directory: Path, tokens: dict[str, int], special: bool = False) -> None:
     """Make ids of the byte tokenizer in `directory` added tokens with other names. `tokens`: by name."""
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
     vocab = {token_id: token for token, token_id in content["model"]["vocab"].items()}
     vocab |= {token_id: token for token, token_id in tokens.items()}
     content["model"]["vocab"] = {token: token_id for token_id, token in vocab.items()}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": special}
     content["added_tokens"] += [{"id": token_id, "content": token, **flags} for token, token_id in tokens.items()]
     content["added_tokens"].sort(key=lambda token: token["id"])
     path.write_text(json.dumps(content))

@@ -19,7 +19,14 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm.plan.outputs import Outbox
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import ReasoningTags, SamplingParams
-from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, StopStrings, TextReceiver, TokenDecoder
+from nanovllm.text.detokenizer import (
+    WINDOW_TOKENS,
+    Detokenizer,
+    StopStrings,
+    TextReceiver,
+    TokenDecoder,
+    read_token_bytes,
+)
 
 
 class ByteTokenizer:
@@ -187,7 +194,7 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     trained.train_from_iterator(
-        ["it is a test, really a test \ufffd"], trainers.BpeTrainer(vocab_size=40, show_progress=False)
+        ["it is a test, really a test \ufffd \ufffd \ufffd"], trainers.BpeTrainer(vocab_size=40, show_progress=False)
     )
     model = json.loads(trained.to_str())["model"]
     names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *model["vocab"]]
@@ -228,6 +235,12 @@ def check_real_tokenizer(tokenizer: Any, token_ids: list[int]) -> None:
             start, end = end, min(end + rng.randint(1, longest), len(token_ids))
             pieces.append(detokenizer.update(token_ids[start:end], finished=end == len(token_ids)))
         assert "".join(pieces) == detokenizer.text == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+def test_bytes_of_a_token_with_a_space_and_a_replacement_character_are_found() -> None:
+    """Bug: Gemma's vocabulary has such a token, and no grammar could be used."""
+    token_id = BYTE_FALLBACK.get_vocab()["\u2581\ufffd"]
+    assert read_token_bytes(BYTE_FALLBACK, len(BYTE_FALLBACK))[token_id] == " \ufffd".encode()
 
 
 @settings(max_examples=examples(200))

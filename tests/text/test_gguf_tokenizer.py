@@ -1,5 +1,7 @@
 """Tokenizers of GGUF files: the token ids are those of the tokenizer from which the file was made."""
 
+import argparse
+import inspect
 import itertools
 import json
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from smollm2 import GGUF_NAME, gguf_directory
 from tiers import examples
 from tokenizer_kinds import SAMPLE, byte_level, sentencepiece
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 
 from nanovllm.checkpoint.gguf import GGUFModel, read_model
 from nanovllm.errors import CheckpointError
@@ -134,6 +136,18 @@ def test_sentencepiece_tokenizer_merges_by_score() -> None:
     assert tokenizer.encode("The red")[0] == ids["<s>"]
 
 
+def test_tokenizer_of_gemma_4_has_merges_and_no_space_before_a_text() -> None:
+    original = sentencepiece()
+    merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
+    tokenizer = make_tokenizer(metadata(original, model="gemma4", merges=merges, add_space_prefix=False))
+    original.normalizer = normalizers.Replace(" ", "\u2581")
+    original.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    for text in (SAMPLE, "The red  sky", "", " x"):
+        ids = original.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == [tokenizer.bos_token_id, *ids]
+        assert tokenizer.decode(ids) == original.decode(ids)
+
+
 def test_unused_tokens_are_no_text() -> None:
     """Files fill up the vocabulary with tokens such as [PAD151936], which no text may have."""
     original, file = of_rule("qwen2")
@@ -191,3 +205,20 @@ def test_real_tokenizer_has_the_ids_that_transformers_gives(smollm2_tokenizer: P
         assert tokenizer.decode(tokenizer.encode(alone)) == alone
     chat = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == reference.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.slow
+def test_real_tokenizer_of_gemma_has_published_ids(gemma3: Path) -> None:
+    """Runs of spaces and of ends of lines are tokens, in a file as they are in texts."""
+    tokenizer = make_tokenizer(read_model(gemma3))
+    for text, ids in (
+        ("Hello world", [9259, 1902]),
+        ("  a    b\n\n\n c\t<b>", [138, 236746, 140, 236763, 109, 505, 255968, 200]),
+        ("<start_of_turn>user\nHi<end_of_turn>\n", [105, 2364, 107, 10979, 106, 107]),
+    ):
+        assert tokenizer.encode(text) == [2, *ids] and tokenizer.decode(ids) == text
+    text = inspect.getsource(argparse)[:20000]
+    ids = tokenizer.encode(text)[1:]
+    assert tokenizer.decode(ids) == text
+    token_bytes = read_token_bytes(tokenizer, len(tokenizer))
+    assert b"".join(token_bytes[token_id] for token_id in ids) == text.encode()

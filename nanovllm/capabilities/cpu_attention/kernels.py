@@ -29,7 +29,7 @@ KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKern
 
 logger = logging.getLogger("nanovllm")
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 _AWAKE_NS = 1_000_000  # time for which threads spin after a job; the next layer's job comes sooner
 
 _SIGNATURES = {

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore
-from nanovllm.layers.linear import silu_and_mul
+from nanovllm.layers.linear import act_and_mul
 
 _SLICE = 32  # SLICE in source/formats.h
 _ALIGNMENT = 64
+_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # Activation in source/experts.h
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in cpu_attention/source/vectors.h
 
 # Places in the memory that GPU and CPU share, int32 [EXCHANGE_SIZE]: Exchange in source/server.h, and kernels/
@@ -30,8 +31,7 @@ class CExpertJob(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "layers x experts weights out scratch".split()),
         *((name, ctypes.c_int64) for name in "num_tokens num_chosen hidden_size size".split()),
-        *((name, ctypes.c_int64) for name in "num_experts num_places dtype out_dtype".split()),
-        ("swiglu_limit", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in "num_experts num_places dtype out_dtype activation".split()),
     ]
 
 
@@ -46,14 +46,13 @@ def scratch_bytes(num_tokens: int, num_chosen: int, hidden_size: int, size: int,
 
 
 class ExpertJob:
-    """The sums over the chosen experts in CPU memory of weight * down(silu(gate(x)) * up(x)), in each layer. The gate
-    has the clamped form if the store has a swiglu_limit.
+    """The sums over the chosen experts in CPU memory of weight * down(activation(gate(x)) * up(x)), in each layer.
 
     All layers share the tensors, which are contiguous and in CPU memory: `x` [T, H] in fp32, bf16 or fp16; `experts`
     int32 [T, C] and `weights` fp32 [T, C]; `out` [T, H] in the dtype of x or fp32. The first `num_tokens` rows of each
     are used, by default all. Experts that are not in CPU memory are skipped, and so are numbers outside the range of
-    experts. Gate, up, silu and their product are rounded to the dtype of x, other sums are fp32. Any number of threads
-    may run a job, but only one layer at a time.
+    experts. Gate, up, activation and their product are rounded to the dtype of x, other sums are fp32. Any number of
+    threads may run a job, but only one layer at a time.
 
     `scratch` is uint8 memory for intermediate results, whose content does not matter, or None for new memory. Jobs that
     never run concurrently may share their scratch.
@@ -68,7 +67,10 @@ class ExpertJob:
         weights: torch.Tensor,
         out: torch.Tensor,
         scratch: torch.Tensor | None = None,
+        activation: str = "silu",
     ) -> None:
+        """activation: as in ModelConfig."""
+        self.activation = activation
         self.store, self.x, self.experts, self.weights, self.out = store, x, experts, weights, out
         self._check_tensors()
         layer, (num_tokens, num_chosen) = store.layers[0], experts.shape
@@ -90,12 +92,19 @@ class ExpertJob:
             num_places=max(layer.num_places for layer in store.layers),
             dtype=_DTYPE_CODES[x.dtype],
             out_dtype=_DTYPE_CODES[out.dtype],
-            swiglu_limit=store.swiglu_limit or 0.0,
+            activation=_ACTIVATION_CODES[activation],
         )
 
     @classmethod
     def of_rows(
-        cls, store: ExpertStore, num_rows: int, num_chosen: int, dtype: torch.dtype, *, is_pinned: bool
+        cls,
+        store: ExpertStore,
+        num_rows: int,
+        num_chosen: int,
+        dtype: torch.dtype,
+        *,
+        is_pinned: bool,
+        activation: str = "silu",
     ) -> "ExpertJob":
         """Make a job with new tensors for up to `num_rows` tokens. is_pinned: for a GPU."""
 
@@ -109,6 +118,7 @@ class ExpertJob:
             experts=new(num_chosen, torch.int32),
             weights=new(num_chosen, torch.float32),
             out=new(hidden_size, dtype),
+            activation=activation,
         )
 
     @property
@@ -151,7 +161,7 @@ class ExpertJob:
             token, choice = (places == place).nonzero(as_tuple=True)
             x = self.x[token].float()
             gate, up = (_linear(x, matrix, place) for matrix in (weights_of.gate, weights_of.up))
-            hidden = silu_and_mul(torch.cat((gate, up), 1).to(dtype), self.store.swiglu_limit).float()
+            hidden = act_and_mul(torch.cat((gate, up), 1).to(dtype), self.activation).float()
             sums.index_add_(0, token, _linear(hidden, weights_of.down, place) * self.weights[token, choice, None])
         self.out[rows] = sums
 

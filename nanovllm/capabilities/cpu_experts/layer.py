@@ -84,7 +84,7 @@ class RankExperts:
         stored = [layer_format(self.formats(name), str(dtype).removeprefix("torch."), **given) for name in self.names]
         places = [torch.arange(self.experts.num_experts, dtype=torch.int32)] * len(stored)
         self._buffer = HostBuffer(store_bytes(stored, places), device if self.is_gpu else None)
-        self.store = ExpertStore(stored, places, self._buffer.tensor, self.experts.swiglu_limit)
+        self.store = ExpertStore(stored, places, self._buffer.tensor)
         self.max_rows = max_rows or MAX_CPU_EXPERT_ROWS
         self._given_rows, self._given_share = max_rows, link_share
         self.cells: torch.Tensor | None = None  # int64 [T], negative for rows of padding; None if there is no padding
@@ -111,8 +111,14 @@ class RankExperts:
         kernel = self.kernel = choose_kernel(cpus.cpus, is_pinned=cpus.is_pinned, stays_awake=self.is_gpu)
         if tp.rank == 0:
             logger.info("experts on the CPU: %s kernel, %d threads", kernel.name, kernel.num_threads)
-        num_chosen = self.experts.num_experts_per_token
-        self.job = ExpertJob.of_rows(self.store, MAX_CPU_EXPERT_ROWS, num_chosen, self.dtype, is_pinned=self.is_gpu)
+        self.job = ExpertJob.of_rows(
+            self.store,
+            MAX_CPU_EXPERT_ROWS,
+            self.experts.num_experts_per_token,
+            self.dtype,
+            is_pinned=self.is_gpu,
+            activation=self.experts.activation,
+        )
         if not self.is_gpu:
             return
         from nanovllm.kernels.expert_exchange import ExchangedRows
@@ -134,7 +140,7 @@ class RankExperts:
         share = self._given_share
         if share is None:
             share = 0 if config.enable_cpu_offload else self._share_of_the_link()  # KV needs the link
-        if share * num_chosen >= SHARES:
+        if share * self.experts.num_experts_per_token >= SHARES:
             self.link = ExpertLink(self.store.layers, self._gpu_experts, self.staging.streams, share)
             if tp.rank == 0:
                 logger.info("experts in steps with few tokens: the GPU reads %d%% of them", 100 * share // SHARES)

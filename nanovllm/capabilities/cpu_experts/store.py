@@ -259,14 +259,13 @@ class ExpertStore:
         formats: Sequence[LayerFormat],
         places: Sequence[torch.Tensor],
         memory: torch.Tensor,
-        swiglu_limit: float | None = None,
     ) -> None:
         """formats, places: of each layer, see ExpertLayer. memory: uint8, as many bytes as `store_bytes` says, aligned
-        to 64 bytes; a HostBuffer's if the GPU reads it, too. swiglu_limit: see ExpertsConfig.
+        to 64 bytes; a HostBuffer's if the GPU reads it, too.
         """
         assert memory.shape == (store_bytes(formats, places),), "the memory is too small or too large"
         sizes = [layer_bytes(each, int((of >= 0).sum())) for each, of in zip(formats, places, strict=True)]
-        self.memory, self.swiglu_limit = memory, swiglu_limit
+        self.memory = memory
         self.layers = [ExpertLayer(*each) for each in zip(formats, places, memory.split(sizes), strict=True)]
         first = self.layers[0]
         assert all(

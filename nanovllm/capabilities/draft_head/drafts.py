@@ -93,13 +93,12 @@ class HeadAttention:
         raise AssertionError("no layer of the draft head is recurrent")
 
     def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        assert sinks_H is None, "no draft head has sinks"
         for source, target, num_tokens in self.copies:
             for pages_NPKD in self.head.cache:
                 pages_NPKD[target, :num_tokens] = pages_NPKD[source, :num_tokens]
         if not len(q_THD):
             return q_THD
-        return self.head.backend.attend(q_THD, *self.head.cache, self.batch, self.head.scale).out_THD
+        return self.head.backend.attend(q_THD, *self.head.cache, self.batch, self.head.scale, sinks_H).out_THD
 
 
 class HeadDrafts(ModelDrafts):

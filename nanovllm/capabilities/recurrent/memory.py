@@ -1,4 +1,5 @@
-"""StateMemory: one rank's states of recurrent layers, in slots on the GPU and in snapshots in CPU memory.
+"""SlotMemory: one rank's states of sequences, in slots on the GPU and in snapshots in CPU memory. StateMemory: the
+states of recurrent layers.
 
 Legend: see LayerStates in kernels/state_tensors.py.
 
@@ -6,6 +7,8 @@ All copies between slots and snapshots are enqueued on the compute stream, in or
 link in a millisecond, and few steps copy a state.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,12 +36,64 @@ class StepStates(NamedTuple):
         return LayerStates(conv_NWC, matrix_NHKV, pending_NGI, self.rows)
 
 
-_NO_STATE = StateStep(source=-1, target=0)  # for steps that start-up measures
+NO_STATE = StateStep(source=-1, target=0)  # for steps that start-up measures
 
 
-class StateMemory(CompanionMemory):
-    """The states of a rank. A slot is contiguous over all layers, so that a state is copied in three copies: the inputs
-    of the convolution, the matrices, and the pending inputs.
+class SlotMemory(CompanionMemory):
+    """The states of sequences in slots on the GPU, and snapshots of them in CPU memory."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        num_slots: int,
+        num_snapshots: int,
+    ) -> None:
+        """`shapes`: the parts of a state, each of which is copied by one copy. `num_slots`: including slot 0, which no
+        sequence owns.
+        """
+        self.slots = [torch.zeros(num_slots, *shape, dtype=kind, device=device) for shape, kind in shapes]
+        pinned_for = device if device.type == "cuda" else None
+        sizes = [num_snapshots * math.prod(shape) * kind.itemsize for shape, kind in shapes]
+        self._buffers = [HostBuffer(max(1, size), pinned_for) for size in sizes]
+        self._snapshots = [
+            buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
+            for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
+        ]
+        self.stored_parts = self._snapshots
+        self._saves: list[SnapshotSave] = []  # saves of the step
+
+    def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Save the states of preempted sequences, and load the states that the step starts from."""
+        flushes = find_payload(plan.moves.payloads, StateFlushes)
+        for slot, snapshot in flushes.flushes if flushes is not None else ():
+            self._save(slot, snapshot)
+        states = [state for step in plan.sequences if (state := step.payload(StateStep)) is not None]
+        self._saves = [save for state in states for save in state.saves]
+        for state in states:
+            if state.load >= 0:
+                for slots, snapshots in zip(self.slots, self._snapshots, strict=True):
+                    slots[state.source].copy_(snapshots[state.load], non_blocking=True)
+
+    def end_step(self) -> None:
+        """Copy states to snapshots, after all layers have run."""
+        for _, slot, snapshot in self._saves:
+            self._save(slot, snapshot)
+        self._saves = []
+
+    def _save(self, slot: int, snapshot: int) -> None:
+        for slots, snapshots in zip(self.slots, self._snapshots, strict=True):
+            snapshots[snapshot].copy_(slots[slot], non_blocking=True)
+
+    def close(self) -> None:
+        """Unpin the snapshots. The memory must not be used afterwards."""
+        for buffer in self._buffers:
+            buffer.close()
+
+
+class StateMemory(SlotMemory):
+    """The states of the recurrent layers of a rank. A slot is contiguous over all layers, so that a state is copied in
+    three copies: the inputs of the convolution, the matrices, and the pending inputs.
     """
 
     paddings = (-1, 0, 0, 0)  # padding rows start from zeros and leave their states in slot 0
@@ -52,29 +107,9 @@ class StateMemory(CompanionMemory):
         matrix_shape = (s.num_layers, s.num_value_heads, s.key_head_dim, s.value_head_dim)
         pending_shape = (s.num_layers, s.max_guesses, s.input_size)
         shapes = ((conv_shape, dtype), (matrix_shape, torch.float32), (pending_shape, dtype))
-        self._slots = [torch.zeros(num_slots, *shape, dtype=kind, device=device) for shape, kind in shapes]
-        self.layers = [tuple(each[:, layer] for each in self._slots) for layer in range(s.num_layers)]
-        pinned_for = device if device.type == "cuda" else None
-        sizes = [num_snapshots * n for n in (s.conv_bytes, s.matrix_bytes, s.pending_bytes)]
-        self._buffers = [HostBuffer(max(1, size), pinned_for) for size in sizes]
-        self._snapshots = [
-            buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
-            for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
-        ]
-        self.stored_parts = self._snapshots[:2]  # nothing is pending where later prompts continue
-        self._saves: list[SnapshotSave] = []  # saves of the step
-
-    def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Save the states of preempted sequences, and load the states that the step starts from."""
-        flushes = find_payload(plan.moves.payloads, StateFlushes)
-        for slot, snapshot in flushes.flushes if flushes is not None else ():
-            self._save(slot, snapshot)
-        states = [state for step in plan.sequences if (state := step.payload(StateStep)) is not None]
-        self._saves = [save for state in states for save in state.saves]
-        for state in states:
-            if state.load >= 0:
-                for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
-                    slots[state.source].copy_(snapshots[state.load], non_blocking=True)
+        super().__init__(shapes, device, num_slots, num_snapshots)
+        self.layers = [tuple(each[:, layer] for each in self.slots) for layer in range(s.num_layers)]
+        self.stored_parts = self.stored_parts[:2]  # nothing is pending where later prompts continue
 
     def columns(self, plan: StepPlan) -> tuple[np.ndarray, ...]:
         """The fields of StateRows (kernels/state_tensors.py) that have one number per sequence."""
@@ -86,25 +121,10 @@ class StateMemory(CompanionMemory):
         rows = StateRows(given.cu_seqlens_q, sources, targets, num_replayed, num_guesses, given.max_query_len, host)
         return StepStates(self, rows).of_layer
 
-    def end_step(self) -> None:
-        """Copy states to snapshots, after all layers have run."""
-        for _, slot, snapshot in self._saves:
-            self._save(slot, snapshot)
-        self._saves = []
-
-    def _save(self, slot: int, snapshot: int) -> None:
-        for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
-            snapshots[snapshot].copy_(slots[slot], non_blocking=True)
-
-    def close(self) -> None:
-        """Unpin the snapshots. The memory must not be used afterwards."""
-        for buffer in self._buffers:
-            buffer.close()
-
 
 def _numbers(plan: StepPlan) -> list[tuple[int, int, int, int]]:
     """For each sequence: source slot, target slot, number of replayed tokens, number of draft tokens."""
-    states = (step.payload(StateStep) or _NO_STATE for step in plan.sequences)
+    states = (step.payload(StateStep) or NO_STATE for step in plan.sequences)
     return [(*state[:3], step.num_guesses) for state, step in zip(states, plan.sequences, strict=True)]
 
 
@@ -129,6 +149,7 @@ class StateSetup:
     num_snapshots: int
 
     def allocate(self, memory: KVMemory) -> StateMemory:
+        assert isinstance(memory.spec.states, StateSpec), "the model has recurrent layers"
         return StateMemory(memory.spec.states, memory.dtype, memory.device, self.num_slots, self.num_snapshots)
 
     def make_drafts(self, companion: CompanionMemory) -> None:

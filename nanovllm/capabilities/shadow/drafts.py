@@ -43,8 +43,8 @@ class DraftAttention(PagedAttention):
         super().__init__(backend, cache, slot_mapping_T, batch, batch, scale, layer_memory)
         self.shadow, self.shadow_batch = shadow, shadow_batch
 
-    def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
-        exact = super().attend_paged(layer, q_THD)
+    def attend_paged(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None) -> PartialAttention:
+        exact = super().attend_paged(layer, q_THD, sinks_H)
         rest = self.shadow.attend(layer, q_THD, self.shadow_batch, self.scale, self.backend)
         return self.backend.merge((exact, rest), q_THD.dtype)
 

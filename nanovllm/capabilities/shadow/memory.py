@@ -154,7 +154,11 @@ class Shadow(CompanionMemory):
         return to_device(ShadowMoves(pages, np.array(sinks, np.int64) if sinks else None), self.device)
 
     def launch_kernels(
-        self, q_1HD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], max_context_len: int
+        self,
+        q_THD: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        max_context_len: int,
+        sinks_H: torch.Tensor | None = None,
     ) -> None:
         """Launch every kernel on one block and one page, on a GPU."""
         from nanovllm.kernels.shadow import attend
@@ -165,7 +169,7 @@ class Shadow(CompanionMemory):
         )
         self._fill(ShadowMoves(zeros, zeros.long()), *cache, slice(None))
         for longest in (self.spec.page_size, max_context_len):  # without splits, and with splits
-            attend(q_1HD, *memory, self.spec, zeros[0, :1], zeros, longest, 1.0, self._num_sms)
+            attend(q_THD[:1], *memory, self.spec, zeros[0, :1], zeros, longest, 1.0, self._num_sms)
 
     def _fill(self, moves: ShadowMoves, k: torch.Tensor, v: torch.Tensor, layers: slice) -> None:
         """`k` and `v`: blocks of these layers, [L, N, P, K, D]."""

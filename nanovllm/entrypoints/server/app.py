@@ -18,6 +18,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.entrypoints.documents import text_by_program
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import CompletionAnswer
+from nanovllm.entrypoints.server.call_formats import HARMONY_MARK
 from nanovllm.entrypoints.server.chat_answers import (
     ChatAnswer,
     ChatForm,
@@ -68,6 +69,7 @@ FILE_BODY = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+_HARMONY_EFFORTS: dict[str | None, str] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself gives these names to the template
 
 
@@ -195,7 +197,7 @@ async def _answer_chat(
     cache_salt = service.cache_salt(body, request)
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
     form = chat_form(service, call_format, token_ids)
-    params = chat_params(body, service.llm.sampling_defaults, constraint, form.tags)
+    params = chat_params(body, service.llm.sampling_defaults, constraint, form.tags, form.shows_special_tokens)
     answer = make_answer(service, body, form._replace(is_alternative=has_form(body)))
     try:
         return await answer.respond([token_ids], params, cache_salt, request)
@@ -239,22 +241,26 @@ def encode_messages(
     reserved = {*inspect.signature(llm.tokenizer.apply_chat_template).parameters, *_RENDERED_NAMES}
     if taken := sorted(reserved.intersection(options)):
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
+    template = llm.text.chat_template()
+    is_harmony = HARMONY_MARK in template
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     if effort is not None:  # a hint; templates without reasoning ignore this variable
-        template = service.llm.text.chat_template()
         if "reasoning_effort" in template:
-            options.setdefault("reasoning_effort", effort)
+            options.setdefault("reasoning_effort", _HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort)
         elif "enable_thinking" in template:
             options.setdefault("enable_thinking", effort not in ("none", "minimal"))
     options["add_generation_prompt"] = body.add_generation_prompt
     if tools:
         options["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        if is_harmony:  # the template of gpt-oss joins each description to a text
+            for tool in options["tools"]:
+                tool["function"].setdefault("description", "")
 
     def render(conversation: Conversation) -> str:
         (checked,) = check_conversations(conversation)
         return render_chat(llm.tokenizer, checked, options)
 
-    text = render_messages(body.messages or (), service.llm.text.chat_template(), render)
+    text = render_messages(body.messages or (), template, render)
     service.check_chars(len(text), "messages")  # the text includes tools and tool calls
     return llm.text.encode_prompt(text, add_special_tokens=bool(body.add_special_tokens), cache_salt=cache_salt)
 

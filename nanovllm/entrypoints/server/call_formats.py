@@ -6,7 +6,7 @@ Every text that the grammar admits is parsed to the calls in the text (call_pars
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import TaggedJson, TaggedValue
@@ -25,7 +25,7 @@ _NOT_IN_CHOICES = re.compile(rf"<parameter=|(?:{'|'.join(AFTER)})[ \t\r\n]*<")
 class CallFormat(NamedTuple):
     """The way in which a model writes its tool calls.
 
-    Three formats are known. Qwen (and other models in Hermes' format) writes, once or several times:
+    Five formats are known. Qwen (and other models in Hermes' format) writes, once or several times:
 
         <tool_call>
         {"name": "weather", "arguments": {"city": "Bern"}}
@@ -44,6 +44,14 @@ class CallFormat(NamedTuple):
     Llama 3 begins the answer with a JSON object, sometimes after a tag. Several objects are separated by semicolons:
 
         <|python_tag|>{"name": "weather", "parameters": {"city": "Bern"}}; {"name": ...}
+
+    Gemma 4 writes, once or several times without a separator, keys without quotes and strings between `<|"|>`:
+
+        <|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>
+
+    gpt-oss writes a call as a message to a function (harmony.py), and ends the answer:
+
+        <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Bern"}<|call|>
     """
 
     opening: str  # precedes a call
@@ -52,7 +60,12 @@ class CallFormat(NamedTuple):
     is_bare: bool  # True if a call at the start of the answer needs no opening
     argument_keys: tuple[str, ...]
     needs_arguments: bool  # without tags, an object that has only a name is an ordinary answer
-    is_json: bool = True  # False if each argument has a separate tag
+    style: Literal["json", "tags", "quoted", "harmony"] = "json"  # "tags" if each argument has a separate tag
+
+    @property
+    def is_json(self) -> bool:
+        """Return True for calls that are JSON objects between two texts."""
+        return self.style == "json"
 
     def constraint(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, is_required: bool, is_single: bool
@@ -63,8 +76,10 @@ class CallFormat(NamedTuple):
         for names that cannot be written in this format.
         """
         names = tuple(name for name, _ in tools)
+        if self.style in _UNWRITABLE:
+            return self._named(tools, is_required=is_required, is_single=is_single)
         opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
-        if not self.is_json:
+        if self.style == "tags":
             if unwritable := [name for name in names if not can_be_in_tag(name)]:
                 raise RequestError(f"tool {unwritable[0]!r}: the model cannot write this name in a tag; use another")
             return TaggedJson(
@@ -93,12 +108,37 @@ class CallFormat(NamedTuple):
             text_pattern=text_without([self.opening], r"(?:[ \t\r\n]*(?:[^ \t\r\n{<][^<]*)?)") if self.is_bare else "",
         )
 
+    def _named(
+        self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, is_required: bool, is_single: bool
+    ) -> TaggedJson:
+        """Return the form of calls in which the name and the arguments are not parts of one object."""
+        if unwritable := [name for name, _ in tools if _UNWRITABLE[self.style].search(name)]:
+            raise RequestError(f"tool {unwritable[0]!r}: the model cannot write this name in a call; use another")
+        begin = f"{self.opening}call:" if self.style == "quoted" else ""
+        return TaggedJson(
+            tags=tuple((f"{begin}{name}", schema, self.closing) for name, schema in tools),
+            trigger=self.opening,
+            is_required=is_required,
+            is_single=is_single,
+            names=tuple(name for name, _ in tools),
+            quote=QUOTE if self.style == "quoted" else "",
+        )
+
+
+QUOTE = '<|"|>'  # Gemma 4's token on either side of a string
+_UNWRITABLE = {"quoted": re.compile(r"[\s{}<>]"), "harmony": re.compile(r"[\s<]")}
 
 HERMES = CallFormat("<tool_call>", "</tool_call>", "", False, ("arguments",), False)
 LLAMA = CallFormat("<|python_tag|>", "", ";", True, ("parameters", "arguments"), True)
-QWEN_TAGS = CallFormat("<tool_call>", "</tool_call>", "", False, (), False, is_json=False)
+QWEN_TAGS = CallFormat("<tool_call>", "</tool_call>", "", False, (), False, style="tags")
+GEMMA = CallFormat("<|tool_call>", "<tool_call|>", "", False, (), False, style="quoted")
+HARMONY = CallFormat("", "", "", False, (), False, style="harmony")
+
+HARMONY_MARK = "<|channel|>analysis"  # in the templates of models that answer in the harmony format
 
 _MARKS = (
+    (HARMONY, (HARMONY_MARK,)),
+    (GEMMA, (GEMMA.opening,)),
     (QWEN_TAGS, ("<function=",)),  # before the next format, whose tags these templates contain, too
     (HERMES, ("<tool_call>", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
     (LLAMA, ("<|python_tag|>", '"parameters": dictionary', "LlamaForCausalLM")),

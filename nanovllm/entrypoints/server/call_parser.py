@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.entrypoints.server.call_formats import AFTER, QWEN_TAGS, CallFormat, can_be_in_tag, takes_text
+from nanovllm.entrypoints.server.quoted_calls import QuotedScan, read_call
 
 
 class ReasoningDelta(NamedTuple):
@@ -156,7 +157,7 @@ class CallParser:
         With is_alternative, an answer that does not begin with a call has no calls.
         """
         self._format, self._schemas, self._is_alternative = call_format, schemas, is_alternative
-        names = () if is_alternative or call_format.is_json else filter(can_be_in_tag, schemas)
+        names = filter(can_be_in_tag, schemas) if call_format.style == "tags" and not is_alternative else ()
         self._openings = (call_format.opening, *(f"<function={name}>" for name in names))
         self._longest = max(map(len, self._openings))
         self._opening = re.compile("|".join(map(re.escape, self._openings)))
@@ -169,6 +170,7 @@ class CallParser:
         self._name = self._parameter = ""
         self._num_calls = self._num_parameters = 0
         self._scan = _ValueScan((), False)
+        self._quoted_scan = QuotedScan(0)
         self._follows_call = False
         self._deltas: list[CallPart] = []
 
@@ -246,6 +248,12 @@ class CallParser:
         self._return_content(end, self._find_function)
         if self._format.is_json:
             self._expect_object(opening_end)
+        elif self._format.style == "quoted":
+            self._object_begin, self._quoted_scan, self._advance = (
+                opening_end,
+                QuotedScan(opening_end),
+                self._find_quoted,
+            )
         return True
 
     # -- an object in JSON ---------------------------------------------------------------------------------------------
@@ -299,20 +307,24 @@ class CallParser:
             keys = [key for key in self._format.argument_keys if key in call]
             arguments = call[keys[0]] if keys else {}
             name = call.get("name")
-            is_known = isinstance(name, str) and (name in self._schemas if self._is_alternative else bool(name))
             has_keys = len(keys) == 1 or (not keys and not self._format.needs_arguments)
-            if not (is_known and has_keys and isinstance(arguments, dict)) or call.keys() - {
-                "name",
-                "type",
-                "id",
-                *keys,
-            }:
+            is_call = isinstance(name, str) and has_keys and isinstance(arguments, dict)
+            if not is_call or call.keys() - {"name", "type", "id", *keys}:
                 return None, begin
+        except (ValueError, RecursionError):
+            return None, begin
+        return self._new_call(name, arguments), end
+
+    def _new_call(self, name: str, arguments: dict[str, Any]) -> ToolCallDelta | None:
+        """Return the call, or None if the name is not allowed or the call cannot be encoded as JSON."""
+        if not name or (self._is_alternative and name not in self._schemas):
+            return None
+        try:
             dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             (name + dumped).encode()  # a lone surrogate cannot be encoded
         except (ValueError, RecursionError):
-            return None, begin
-        return ToolCallDelta(self._num_calls, _new_call_id(), name, dumped), end
+            return None
+        return ToolCallDelta(self._num_calls, new_call_id(), name, dumped)
 
     def _find_closing(self) -> bool:
         """Find the closing tag of the call, or the separator before the next one."""
@@ -331,6 +343,24 @@ class CallParser:
             return False
         return True
 
+    # -- a name and an object in Gemma 4's notation --------------------------------------------------------------------
+
+    def _find_quoted(self) -> bool:
+        """Find the call after the opening. Return the call, or the opening as content."""
+        end = self._quoted_scan.find(self._text)
+        if end is None and not self._is_last:
+            return False
+        call = read_call(self._text, self._object_begin, end) if end else None
+        delta = None if call is None else self._new_call(*call)
+        if delta is None:
+            self._return_content(self._object_begin, self._find_opening)
+        else:
+            self._deltas.append(delta)
+            self._num_calls += 1
+            self._follows_call = True
+            self._go_on(end or 0, self._find_closing)
+        return True
+
     # -- arguments between tags ----------------------------------------------------------------------------------------
 
     def _find_function(self) -> bool:
@@ -340,7 +370,7 @@ class CallParser:
         found = _FUNCTION.match(rest, 0, WINDOW_CHARS)
         if found:
             self._name = found[1]
-            self._deltas.append(ToolCallDelta(self._num_calls, _new_call_id(), self._name, "{"))
+            self._deltas.append(ToolCallDelta(self._num_calls, new_call_id(), self._name, "{"))
             self._num_parameters = 0
             self._go_on(len(self._text) - len(rest) + found.end(), self._find_parameter)
             return True
@@ -432,5 +462,5 @@ def _joined(deltas: list[CallPart]) -> list[CallPart]:
     return joined
 
 
-def _new_call_id() -> str:
+def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"

@@ -5,6 +5,7 @@ have sequences of blocks instead, each with separate events; BlockAnswer is what
 """
 
 import json
+import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -13,39 +14,51 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logprobs
-from nanovllm.entrypoints.server.call_formats import CallFormat, call_format_of
+from nanovllm.entrypoints.server.call_formats import HARMONY_MARK, CallFormat, call_format_of
 from nanovllm.entrypoints.server.call_parser import CallParser, Delta, ReasoningDelta, ToolCallDelta
 from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.entrypoints.server.harmony_parser import HarmonyParser
 from nanovllm.entrypoints.server.protocol import ChatRequest, NamedTool
 from nanovllm.errors import RequestError
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.plan.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs, TaggedJson
+from nanovllm.sampling_params import (
+    AnswerTags,
+    HarmonyTags,
+    ReasoningTags,
+    SamplingParams,
+    StructuredOutputs,
+    TaggedJson,
+)
 from nanovllm.text.answer_scan import ReasoningSplitter
+from nanovllm.text.harmony import END, begun_message, num_analysis_tokens
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
+MAX_BEGUN_TOKENS = 64  # of the tag or the message that a prompt ends with
+
+
+class ReasoningIds(NamedTuple):
+    """The tokens of the tags around the reasoning."""
+
+    begin: tuple[int, ...]
+    end: int
 
 
 class ChatForm(NamedTuple):
     """The form in which the model writes its answers to one request.
 
-    call_format: the model's format of tool calls, or None if the request has no tools. has_reasoning: the template
-    supports reasoning. begins_in_reasoning: the prompt ends with the opening tag of the reasoning. reasoning_tags: the
-    tokens that begin and end the reasoning, or None if a tag is not one token. is_alternative: the answer is either
-    calls or a text of a given form, which may look like calls.
+    call_format: the model's format of tool calls, or None if the request has no tools. tags: the tags of the reasoning,
+    or None if the template does not support reasoning. reasoning_ids: their tokens, or None if the closing tag is not
+    one token. is_alternative: the answer is either calls or a text of a given form, which may look like calls.
+    shows_special_tokens: some tags are tokens that decoders skip unless told otherwise.
     """
 
     call_format: CallFormat | None = None
-    has_reasoning: bool = False
-    begins_in_reasoning: bool = False
-    reasoning_tags: tuple[int, int] | None = None
+    tags: AnswerTags | None = None
+    reasoning_ids: ReasoningIds | None = None
     is_alternative: bool = False
-
-    @property
-    def tags(self) -> ReasoningTags | None:
-        """Return the tags of the reasoning, or None if the answer has no reasoning."""
-        return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
+    shows_special_tokens: bool = False
 
 
 def find_call_format(service: Service) -> CallFormat:
@@ -62,14 +75,32 @@ def find_call_format(service: Service) -> CallFormat:
     return call_format
 
 
+_REASONING = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))  # the second pair is Gemma 4's
+_TAG = re.compile("<[^<>]*>")
+
+
 def chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
     """Return the form of the answer to this prompt."""
-    if "</think>" not in service.llm.text.chat_template():
-        return ChatForm(call_format)
-    begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
-    tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
-    is_known = all(len(tag) == 1 for tag in tags)
-    return ChatForm(call_format, True, begins_in_reasoning, (tags[0][0], tags[1][0]) if is_known else None)
+    text, template = service.llm.text, service.llm.text.chat_template()
+    prompt = text.decode(token_ids[-MAX_BEGUN_TOKENS:].tolist())
+    tags: AnswerTags | None = None
+    begin = end = ""
+    if HARMONY_MARK in template:
+        tags, begin, end = HarmonyTags(begun_message(prompt)), HARMONY_MARK, END
+    else:
+        for begin, end in _REASONING:
+            if end in template:
+                tags = ReasoningTags(begin, end, prompt.rstrip().endswith(begin))
+                break
+    marks = [begin, end] if tags is not None else []
+    marks += [call_format.opening, call_format.closing] if call_format is not None else []
+    is_shown = any(tag in text.special_tokens for mark in marks for tag in _TAG.findall(mark))
+    reasoning_ids = None
+    if tags is not None:
+        begin_ids, end_ids = (service.llm.tokenizer.encode(each, add_special_tokens=False) for each in (begin, end))
+        reasoning_ids = ReasoningIds(tuple(begin_ids), end_ids[0]) if len(end_ids) == 1 else None
+    is_shown |= isinstance(tags, HarmonyTags)
+    return ChatForm(call_format, tags, reasoning_ids, shows_special_tokens=is_shown)
 
 
 def blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
@@ -94,7 +125,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body)
         self._form, self._num_top = form, body.top_logprobs or 0
-        self._parsers: dict[int, CallParser] = {}  # by index of the answer
+        self._parsers: dict[int, CallParser | HarmonyParser] = {}  # by index of the answer
         self._splitters: dict[int, ReasoningSplitter] = {}
         self._spaces: dict[int, list[str]] = {}  # white space that a parser would hold back and search each time
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
@@ -149,7 +180,7 @@ class ChatAnswer(Answer[ChatRequest]):
         output: the answer's output, or None if the answer goes on after `text`.
         """
         form, is_last = self._form, output is not None
-        if form.call_format is None and not form.has_reasoning:
+        if form.call_format is None and form.tags is None:
             return [text] if text else []
         if text.isspace() and not is_last:
             self._spaces.setdefault(index, []).append(text)
@@ -157,16 +188,15 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._spaces and index in self._spaces:
             text = "".join((*self._spaces.pop(index), text))
         deltas: list[Delta] = []
-        if form.tags is not None:
+        if isinstance(form.tags, ReasoningTags):
             if index not in self._splitters:
                 self._splitters[index] = ReasoningSplitter(form.tags)
             _, reasoning, _, text = self._splitters[index].split(text, is_last)
             deltas += [ReasoningDelta(reasoning)] if reasoning else []
-        if form.call_format is None:
-            return [*deltas, text] if text else deltas
+            if form.call_format is None:
+                return [*deltas, text] if text else deltas
         if index not in self._parsers:
-            schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = CallParser(form.call_format, schemas, is_alternative=form.is_alternative)
+            self._parsers[index] = self._new_parser()
         parser = self._parsers[index]
         deltas += parser.feed(text)
         if output is not None:
@@ -175,17 +205,32 @@ class ChatAnswer(Answer[ChatRequest]):
             self._with_calls.add(index)
         return deltas
 
+    def _new_parser(self) -> CallParser | HarmonyParser:
+        form = self._form
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
+        if isinstance(form.tags, HarmonyTags):
+            return HarmonyParser(form.tags.begun, schemas)
+        assert form.call_format is not None, "without calls, only the reasoning is parsed"
+        return CallParser(form.call_format, schemas, is_alternative=form.is_alternative)
+
     def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
         super()._count(index, token_ids, output)
-        form = self._form
-        if output is not None and form.reasoning_tags is not None:
-            answer, (begin, end) = output["token_ids"], form.reasoning_tags
-            if form.begins_in_reasoning or begin in answer[:MAX_LEADING_TOKENS]:
-                self._num_reasoning_tokens += answer.index(end) + 1 if end in answer else len(answer)
+        if output is not None and self._form.reasoning_ids is not None:
+            self._num_reasoning_tokens += self._count_reasoning(output["token_ids"], self._form.reasoning_ids)
+
+    def _count_reasoning(self, answer: Sequence[int], ids: ReasoningIds) -> int:
+        """Return the number of tokens of an answer's reasoning and of its tags."""
+        tags, (begin, end) = self._form.tags, ids
+        if isinstance(tags, HarmonyTags):
+            return num_analysis_tokens(answer, begin, end)
+        starts = [tuple(answer[i : i + len(begin)]) for i in range(MAX_LEADING_TOKENS)]
+        if not (tags and tags.has_begun) and begin not in starts:
+            return 0
+        return answer.index(end) + 1 if end in answer else len(answer)
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
-        if self._form.has_reasoning:
+        if self._form.tags is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
         return usage
 

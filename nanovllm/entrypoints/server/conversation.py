@@ -3,7 +3,8 @@
 Templates differ in what they refuse: a second system message, several calls in one message, arguments that are not a
 JSON object. Some templates leave system messages out without an error. The messages are first rendered as they were
 sent. Only if the template refuses the messages or leaves one out, the messages are changed, by the fewest `CHANGES`
-that the template needs.
+that the template needs. What some templates print wrongly without an error is seen in their sources, and is changed at
+once: calls after the first one of a message, and the place of the text of a message with calls.
 """
 
 import json
@@ -19,8 +20,12 @@ from nanovllm.errors import RequestError
 
 Conversation: TypeAlias = list[dict[str, Any]]
 Render: TypeAlias = Callable[[Conversation], str]  # raises RequestError for messages that the template refuses
+REASONING_NAMES = ("reasoning_content", "thinking")  # gpt-oss has the second name
+CALL_OF_GEMMA = "<|tool_call>"
 RAW_ARGUMENTS = "arguments"  # the name of the only argument of a call whose arguments are not an object
 SYSTEM_ROLES = ("system", "developer")
+_ONE_TEXT = re.compile(r"\bcontent and message\.thinking\b")  # a template that refuses both in a message with calls
+_FIRST_CALL, _ALL_CALLS = re.compile(r"tool_calls\s*\[\s*0\s*\]"), re.compile(r"\bin\s+\S*tool_calls")
 
 
 def render_messages(messages: Sequence[Message], template: str, render: Render) -> str:
@@ -30,10 +35,16 @@ def render_messages(messages: Sequence[Message], template: str, render: Render) 
     the text of the first accepted form. If the template accepts no form, raise the RequestError about the messages as
     they were sent.
     """
-    knows_developer = "developer" in template
     first_error: RequestError | None = None
     first_text: str | None = None
-    for conversation in _forms([_for_template(each, i, knows_developer) for i, each in enumerate(messages)]):
+    sent = [_for_template(each, i, template) for i, each in enumerate(messages)]
+    if CALL_OF_GEMMA in template:
+        sent = _with_text_before_calls(sent)
+    if _ONE_TEXT.search(template):
+        sent = _with_one_text_before_calls(sent)
+    if _FIRST_CALL.search(template) and not _ALL_CALLS.search(template):
+        sent = _with_single_calls(sent)
+    for conversation in _forms(sent):
         try:
             text = render(conversation)
             if not _leaves_out_a_system_message(conversation, text, render):
@@ -89,6 +100,32 @@ def _forms(sent: Conversation) -> Iterator[Conversation]:
         if changed not in tried:
             tried.append(changed)
             yield changed
+
+
+def _with_text_before_calls(messages: Conversation) -> Conversation:
+    """Put the text of a message with calls into a separate message, with the reasoning.
+
+    Gemma 4's template prints the text of the message after the results of its calls.
+    """
+    changed: Conversation = []
+    for message in messages:
+        if "tool_calls" in message and message["content"]:
+            changed.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
+        changed.append(message)
+    return changed
+
+
+def _with_one_text_before_calls(messages: Conversation) -> Conversation:
+    """Put the text of a message with calls after the message's reasoning. The template of gpt-oss takes one of them."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        if "tool_calls" not in message or not message["content"]:
+            return message
+        texts = {name: _joined(message[name], message["content"]) for name in REASONING_NAMES if name in message}
+        return message | texts | {"content": ""} if texts else message
+
+    return [changed(message) for message in messages]
 
 
 def _with_one_leading_system_message(messages: Conversation) -> Conversation:
@@ -190,6 +227,17 @@ def _with_alternating_roles(messages: Conversation) -> Conversation:
     return changed
 
 
+def _with_broken_tags(messages: Conversation) -> Conversation:
+    """Break up the tags of harmony's channels in what the assistant has said, such as an explanation of the format."""
+    names = ("content", *REASONING_NAMES)
+    return [
+        each | {name: each[name].replace("<|channel|>", "<| channel |>") for name in names if each.get(name)}
+        if each["role"] == "assistant"
+        else each
+        for each in messages
+    ]
+
+
 def _split_leading(messages: Conversation) -> tuple[Conversation, Conversation]:
     """Return the system and developer messages at the beginning, and the rest."""
     num_leading = next((i for i, each in enumerate(messages) if each["role"] not in SYSTEM_ROLES), len(messages))
@@ -207,15 +255,17 @@ CHANGES = (
     _with_single_calls,
     _with_alternating_roles,
     _with_system_text_in_the_question,
+    _with_broken_tags,
 )
 
 
-def _for_template(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
+def _for_template(message: Message, index: int, template: str) -> dict[str, Any]:
     """Return a message as templates expect it: text as one string, and the arguments of tool calls as objects."""
-    converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
-    if message.reasoning is not None:
-        converted.setdefault("reasoning_content", message.reasoning)
-    is_known = message.role != "developer" or knows_developer
+    converted = message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        converted |= {name: reasoning for name in REASONING_NAMES if name == "reasoning_content" or name in template}
+    is_known = message.role != "developer" or "developer" in template
     converted["role"] = message.role if is_known else "system"
     content = None if message.content is None else joined_text(message.content)
     content = content or message.refusal or content

@@ -19,7 +19,7 @@ from nanovllm.entrypoints.server.fields import Body, Item, Items, WholeBody, log
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import (
     MAX_LOGPROBS,
-    ReasoningTags,
+    AnswerTags,
     SamplingParams,
     StructuredOutputs,
     TaggedJson,
@@ -377,7 +377,7 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
             schemas.append(_arguments_schema(each))
         elif body.must_call:
             schemas.append(_arguments_schema(each) | LENIENT)
-        elif call_format.is_json:
+        elif call_format.style != "tags":
             schemas.append({"type": "object"})
         else:  # constrain only the names of the properties
             schemas.append((each.parameters or {}) | {"required": []} | LENIENT)
@@ -420,14 +420,18 @@ def chat_params(
     body: ChatRequest,
     defaults: Mapping[str, Any],
     calls: TaggedJson | None = None,
-    reasoning: ReasoningTags | None = None,
+    reasoning: AnswerTags | None = None,
+    shows_special_tokens: bool = False,
 ) -> SamplingParams:
     """Return the sampling parameters of a chat.
 
     calls: the form that tool calls must have, or None without a constraint. reasoning: how the answer may begin. An
     answer that need not be a call either consists of calls or matches the form that the body gives.
+    shows_special_tokens: the parts of the answer are found by special tokens, which must not be skipped.
     """
     params = _common_params(body, defaults) | {"reasoning_tags": reasoning}
+    if shows_special_tokens:
+        params["skip_special_tokens"] = False
     if calls is not None:
         form = params["structured_outputs"] if has_form(body) else None
         params["structured_outputs"] = (

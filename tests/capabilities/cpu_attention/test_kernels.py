@@ -16,6 +16,7 @@ HEADS = [  # kv heads, query heads per kv head, head dim
     (1, 4, 96),
     (4, 7, 128),
     (2, 8, 256),
+    (1, 8, 512),
     (1, 16, 80),
     (3, 3, 16),
     (1, 5, 32),
@@ -119,8 +120,8 @@ def test_close_twice_does_nothing(open_kernel) -> None:
 
 def test_choose_kernel_leaves_other_shapes_to_torch() -> None:
     for head_dim, dtype, reason in (
-        (72, torch.float32, "multiples of 16 up to 256, and the head dim is 72"),
-        (272, torch.bfloat16, "multiples of 16 up to 256, and the head dim is 272"),
+        (72, torch.float32, "multiples of 16 up to 512, and the head dim is 72"),
+        (528, torch.bfloat16, "multiples of 16 up to 512, and the head dim is 528"),
         (64, torch.float64, "not float64"),
     ):
         kernel = choose_kernel([0], head_dim=head_dim, dtype=dtype)

@@ -25,7 +25,7 @@ from quantized_models import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiers import RUNS_ALL
-from tiny_models import EXPERTS, greedy_reference, write_tiny_model, write_tiny_tokenizer
+from tiny_models import EXPERTS, greedy_reference, reference_model, write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.cpu_attention import rates
@@ -323,6 +323,16 @@ def test_ranks_share_each_expert(divisible: Reference) -> None:
     prompt = random_prompt(100)
     for of_rank in logits_of_ranks(divisible.directory, prompt, 2):
         assert (of_rank - divisible.logits(prompt, len(prompt))).abs().max() < 1e-4
+
+
+def test_experts_of_gemma_are_added_to_a_dense_mlp(tmp_path: Path) -> None:
+    """The CPU computes experts, gated with GELU, while the GPU computes the dense MLP."""
+    write_tiny_model(tmp_path, "gemma4_moe", gemma={"moe_intermediate_size": 64})
+    prompt = random_prompt(30)
+    with torch.no_grad():
+        expected = reference_model(tmp_path)(torch.tensor([prompt])).logits[0]
+    for of_rank in logits_of_ranks(tmp_path, prompt, 2):
+        assert (of_rank - expected).abs().max() < 1e-4
 
 
 @SLOW

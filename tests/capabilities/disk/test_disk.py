@@ -67,13 +67,11 @@ def test_restarted_engine_reads_the_document_from_disk(model: Reference, path: P
             assert llm.answer_and_check([question])[0]["num_cached_tokens"] == (expected if i else 0)
             stats, spec = llm.stats(), llm.runner.spec
             assert stats["num_disk_hit_tokens"] == (expected if i else 0)
-            assert stats["num_disk_hit_states"] == (spec.is_recurrent and i > 0)
+            assert stats["num_disk_hit_states"] == (spec.has_states and i > 0)
             llm.assert_nothing_left()
         states = states_below(path)
-        assert len(extents_below(path)) == (expected // BLOCK + 1 if spec.is_recurrent else HIT // BLOCK)
-        assert [file.stat().st_size for file in states] == (
-            [4096 + spec.states.state_bytes] if spec.is_recurrent else []
-        )
+        assert len(extents_below(path)) == (expected // BLOCK + 1 if spec.has_states else HIT // BLOCK)
+        assert [file.stat().st_size for file in states] == ([4096 + spec.states.state_bytes] if spec.has_states else [])
     assert stats["num_disk_misses"] == stats["num_waiting_for_disk"] == 0
     assert stats["num_disk_stored_bytes"] == 0, "what is on disk is not written again"
     assert stats["disk_read_byte_per_s"] > 0
@@ -99,7 +97,7 @@ def test_two_ranks_keep_their_shards(model: Reference, path: Path, cache: str) -
     for i in range(3):
         with CheckedLLM(model, tensor_parallel_size=2, kv_disk_path=str(path), **CACHES[cache]) as llm:
             hits.append(llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"])
-            has_states = llm.runner.spec.is_recurrent
+            has_states = llm.runner.spec.has_states
         folders = [folder for folder in path.iterdir() if folder.is_dir()]
         num_states = has_states * min(i + 1, 2)  # the second one where the extents on disk ended
         assert [len(list(folder.glob("*.kv"))) for folder in folders] == [5 + num_states] * 2

@@ -1,4 +1,6 @@
-"""Models with recurrent layers and KV on disk: a restarted engine begins where a state is, with the right logits."""
+"""Models with recurrent layers or windows and KV on disk: a restarted engine begins where a state is, with the right
+logits.
+"""
 
 import logging
 import threading
@@ -27,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("patient_disk")
 
 
 @pytest.fixture
-def restart(hybrid: Reference, path: Path) -> Callable[..., CheckedLLM]:
+def restart(stateful: Reference, path: Path) -> Callable[..., CheckedLLM]:
     """Start an engine that leaves a state every `state_every` tokens."""
 
     def start(state_every: int = 8192, **changes: Any) -> CheckedLLM:
         cache = {} if changes.keys() & {"num_kvcache_blocks", "num_cpu_blocks"} else ALL_GPU
-        llm = CheckedLLM(hybrid, kv_disk_path=str(path), **cache, **changes)
+        llm = CheckedLLM(stateful, kv_disk_path=str(path), **cache, **changes)
         companion_of(llm.scheduler.kv, RecurrentStates).snapshot_tokens = state_every
         return llm
 

@@ -1,4 +1,6 @@
-"""Models with recurrent layers through the whole engine: the logits of transformers, whatever happens to states."""
+"""Models with recurrent layers or windows through the whole engine: the logits of transformers, whatever happens to
+states.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +27,8 @@ PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross t
 
 
 @pytest.fixture(scope="module")
-def answers(hybrid: Reference) -> list[list[int]]:
-    with CheckedLLM(hybrid, **ALL_GPU) as llm:
+def answers(stateful: Reference) -> list[list[int]]:
+    with CheckedLLM(stateful, **ALL_GPU) as llm:
         return [output["token_ids"] for output in llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)]
 
 
@@ -41,18 +43,18 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_chunks_of_any_size_and_several_sequences_at_once(
-    hybrid: Reference, num_gpu_blocks: int | None, max_num_batched_tokens: int, works_ahead: bool
+    stateful: Reference, num_gpu_blocks: int | None, max_num_batched_tokens: int, works_ahead: bool
 ) -> None:
     options = cache_options(num_gpu_blocks) | {"max_num_batched_tokens": max_num_batched_tokens}
     internals = replace(small_staging(BLOCK, 2), works_ahead=works_ahead)
-    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+    with CheckedLLM(stateful, internals=internals, **options) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=8)
         llm.assert_nothing_left()
 
 
-def test_the_cpu_attends_to_missing_keys(hybrid: Reference) -> None:
+def test_the_cpu_attends_to_missing_keys(stateful: Reference) -> None:
     options = OFFLOAD | {"num_gpu_blocks": 2, "cpu_attention": "on"}
-    with CheckedLLM(hybrid, internals=splitting(100), **options) as llm:
+    with CheckedLLM(stateful, internals=splitting(100), **options) as llm:
         llm.answer_and_check(MIXED)
         assert any(any(plan.moves.cpu_spans) for plan in llm.plans)
 
@@ -60,20 +62,20 @@ def test_the_cpu_attends_to_missing_keys(hybrid: Reference) -> None:
 @pytest.mark.parametrize(
     ("num_gpu_blocks", "seed"), [(None, 0), (3, 0), *(pytest.param(3, seed, marks=SLOW) for seed in (1, 2, 3))]
 )
-def test_everything_at_once(hybrid: Reference, num_gpu_blocks: int | None, seed: int) -> None:
+def test_everything_at_once(stateful: Reference, num_gpu_blocks: int | None, seed: int) -> None:
     """Hits, preemption, an abort."""
     streams = SimulatedStreams("random", seed) if num_gpu_blocks else None
-    with CheckedLLM(hybrid, streams=streams, **cache_options(num_gpu_blocks)) as llm:
+    with CheckedLLM(stateful, streams=streams, **cache_options(num_gpu_blocks)) as llm:
         serve_everything(llm)
         assert llm.stats()["num_state_loads"] > 0
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, 3])
-def test_questions_of_any_length_reuse_the_document(hybrid: Reference, num_gpu_blocks: int | None) -> None:
+def test_questions_of_any_length_reuse_the_document(stateful: Reference, num_gpu_blocks: int | None) -> None:
     """The first one leaves a state at its own end, which the second does not reach. It leaves one where they part."""
     questions = [DOCUMENT + random_prompt(length, seed=length) for length in (300, 30, 700, 1)]
     end = len(DOCUMENT) // BLOCK * BLOCK
-    with CheckedLLM(hybrid, **cache_options(num_gpu_blocks)) as llm:
+    with CheckedLLM(stateful, **cache_options(num_gpu_blocks)) as llm:
         hits = [llm.answer_and_check([question])[0]["num_cached_tokens"] for question in questions]
         assert hits == [0, 0, end, end]
         (again,) = llm.answer_and_check([questions[2]])
@@ -83,19 +85,19 @@ def test_questions_of_any_length_reuse_the_document(hybrid: Reference, num_gpu_b
 
 
 @pytest.mark.parametrize("speculation", ["off", pytest.param("prompt_lookup", marks=SLOW)])
-def test_an_engine_for_one_sequence_reuses_the_document(hybrid: Reference, speculation: str) -> None:
+def test_an_engine_for_one_sequence_reuses_the_document(stateful: Reference, speculation: str) -> None:
     """Regression: one slot was left for states within a chunk, and the question's end took it every time."""
     options = ALL_GPU | {"max_num_seqs": 1, "max_num_batched_tokens": 5000, "speculation": speculation}
-    with CheckedLLM(hybrid, **options) as llm:
+    with CheckedLLM(stateful, **options) as llm:
         questions = [DOCUMENT + random_prompt(length, seed=length) for length in (300, 700, 530)]
         hits = [llm.answer_and_check([question])[0]["num_cached_tokens"] for question in questions]
         assert hits == [0, 0, len(DOCUMENT) // BLOCK * BLOCK]
 
 
-def test_a_long_prompt_leaves_states_on_its_way(hybrid: Reference) -> None:
+def test_a_long_prompt_leaves_states_on_its_way(stateful: Reference) -> None:
     """Another text that parts from it anywhere has to be computed from the last of these on."""
     first, options = random_prompt(4 * BLOCK + 9), ALL_GPU | {"max_num_batched_tokens": 5 * BLOCK}
-    with CheckedLLM(hybrid, **options) as llm:
+    with CheckedLLM(stateful, **options) as llm:
         companion_of(llm.scheduler.kv, RecurrentStates).snapshot_tokens = 2 * BLOCK
         llm.answer_and_check([first])
         (plan,) = (plan for plan in llm.plans if plan.num_tokens > 1)
@@ -106,13 +108,13 @@ def test_a_long_prompt_leaves_states_on_its_way(hybrid: Reference) -> None:
 
 @pytest.mark.parametrize(("num_gpu_blocks", "speculation"), [(None, "off"), (3, "auto")])
 def test_a_preempted_sequence_goes_on_where_it_was(
-    hybrid: Reference, answers: list[list[int]], num_gpu_blocks: int | None, speculation: str
+    stateful: Reference, answers: list[list[int]], num_gpu_blocks: int | None, speculation: str
 ) -> None:
     """Nothing is computed twice, and the inputs of right guesses that its state does not cover come back too."""
     internals = Internals() if speculation == "off" else speculating(drafter_of("right", PROMPTS, answers))
     options = cache_options(num_gpu_blocks) | ({} if speculation == "off" else {"num_speculative_tokens": 3})
     options |= {"speculation": speculation}
-    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+    with CheckedLLM(stateful, internals=internals, **options) as llm:
 
         def preempt(num_step: int) -> None:
             if llm.plans and llm.plans[-1].is_decode and not llm.stats()["num_preemptions"]:
@@ -147,10 +149,10 @@ def test_few_snapshots(hybrid: Reference, num_snapshots: int, num_hits: int) -> 
     ],
 )
 def test_guesses_of_every_kind_leave_no_trace(
-    hybrid: Reference, answers: list[list[int]], kind: str, num_gpu_blocks: int | None
+    stateful: Reference, answers: list[list[int]], kind: str, num_gpu_blocks: int | None
 ) -> None:
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
-    with CheckedLLM(hybrid, internals=speculating(drafter_of(kind, PROMPTS, answers)), **options) as llm:
+    with CheckedLLM(stateful, internals=speculating(drafter_of(kind, PROMPTS, answers)), **options) as llm:
         outputs = llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
         assert [output["token_ids"] for output in outputs] == answers
         stats = llm.stats()
@@ -162,7 +164,9 @@ def test_guesses_of_every_kind_leave_no_trace(
 
 
 @pytest.mark.parametrize("num_right", [0, 2, 5, *(pytest.param(n, marks=SLOW) for n in (1, 3, 4))])
-def test_garbage_from_any_guess_on_leaves_no_trace(hybrid: Reference, answers: list[list[int]], num_right: int) -> None:
+def test_garbage_from_any_guess_on_leaves_no_trace(
+    stateful: Reference, answers: list[list[int]], num_right: int
+) -> None:
     """Always five guesses, of which so many are right."""
     drafter = drafter_of("right", PROMPTS, answers)
 
@@ -174,7 +178,7 @@ def test_garbage_from_any_guess_on_leaves_no_trace(hybrid: Reference, answers: l
 
     internals = speculating(Garbage("right", lambda seq, count: [], 320))
     options = ALL_GPU | {"speculation": "prompt_lookup", "num_speculative_tokens": 5}
-    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+    with CheckedLLM(stateful, internals=internals, **options) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
 
 
@@ -182,20 +186,20 @@ def test_garbage_from_any_guess_on_leaves_no_trace(hybrid: Reference, answers: l
     ("speculation", "works_ahead"),
     [("shadow", True), pytest.param("resident", False, marks=SLOW), pytest.param("auto", True, marks=SLOW)],
 )
-def test_drafters_leave_answers_alone(hybrid: Reference, speculation: str, works_ahead: bool) -> None:
+def test_drafters_leave_answers_alone(stateful: Reference, speculation: str, works_ahead: bool) -> None:
     internals = Internals(always_guesses=True, works_ahead=works_ahead)
     options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation}
-    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+    with CheckedLLM(stateful, internals=internals, **options) as llm:
         llm.answer_and_check([PROMPTS[0] + PROMPTS[0][:300], *PROMPTS[1:]], max_tokens=30)
         assert llm.stats()["num_accepted_guesses"] > 0
         assert any(plan.draft_rows() for plan in llm.plans)
 
 
 @SLOW
-def test_two_ranks(hybrid: Reference, answers: list[list[int]]) -> None:
+def test_two_ranks(stateful: Reference, answers: list[list[int]]) -> None:
     internals = speculating(drafter_of("mixed", PROMPTS, answers))
     options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "shadow", "tensor_parallel_size": 2}
-    with LLM(str(hybrid.directory), device="cpu", dtype="float32", internals=internals, **options) as llm:
+    with LLM(str(stateful.directory), device="cpu", dtype="float32", internals=internals, **options) as llm:
         for _ in range(2):  # the second time with hits
             outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
             assert [output["token_ids"] for output in outputs] == [answer[:12] for answer in answers]

@@ -10,12 +10,13 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
-from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer, ChatAnswer, ChatForm
+from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer, ChatAnswer, ChatForm, ReasoningIds
 from nanovllm.entrypoints.server.errors import ApiError, Refusal
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest, _content
 from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import ReasoningTags
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"
@@ -188,7 +189,7 @@ def test_reasoning_tokens_are_those_before_its_end() -> None:
         ([1, end, 2], False, 0),
     ):
         service: Any = SimpleNamespace(model_names=["tiny"])
-        form = ChatForm(None, True, has_begun, (begin, end))
+        form = ChatForm(None, ReasoningTags("<think>", "</think>", has_begun), ReasoningIds((begin,), end))
         answer = ChatAnswer(service, ChatRequest.model_validate({"messages": ASK["messages"]}), form)
         output: Any = {"token_ids": token_ids, "num_cached_tokens": 0, "text": "", "finish_reason": "length"}
         usage = answer.whole([output])["usage"]
@@ -210,7 +211,7 @@ def test_answer_of_white_space_costs_the_same_for_each_token(call_format: CallFo
     service: Any = SimpleNamespace(model_names=["tiny"])
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = ChatRequest.model_validate({"messages": ASK["messages"], "tools": tools, "stream": True})
-    answer = ChatAnswer(service, body, ChatForm(call_format, has_reasoning=True))
+    answer = ChatAnswer(service, body, ChatForm(call_format, ReasoningTags("<think>", "</think>")))
     for _ in range(1000):
         answer.update_events(RequestUpdate(0, text="\n"))
     assert not (answer._splitters or answer._parsers)  # nothing is searched until a text follows

@@ -1,4 +1,4 @@
-"""All that the server has sent is accepted back, in all three APIs, with the templates of Qwen3, Qwen3.5 and Llama 3.1.
+"""All that the server has sent is accepted back, in all three APIs, with the templates of five models.
 
 The answers are random: with reasoning or without, up to three calls, cut anywhere, as a whole or as a stream.
 """
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
+from nanovllm.entrypoints.server.call_formats import GEMMA, HARMONY, HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.entrypoints.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.conversation import Conversation, render_messages
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest
@@ -23,11 +23,19 @@ from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.errors import RequestError
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import HarmonyTags, ReasoningTags
 from nanovllm.text.frontend import check_conversations, render_chat
 from nanovllm.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
-FORMATS: dict[str, CallFormat] = {"qwen3": HERMES, "qwen3.5": QWEN_TAGS, "llama3.1": LLAMA}
+FORMATS: dict[str, CallFormat] = {
+    "qwen3": HERMES,
+    "qwen3.5": QWEN_TAGS,
+    "llama3.1": LLAMA,
+    "gpt-oss": HARMONY,
+    "gemma4": GEMMA,
+}
+TAGS = {HERMES: ("<think>", "</think>"), QWEN_TAGS: ("<think>", "</think>"), GEMMA: ("<|channel>thought", "<channel|>")}
 SERVICE: Any = SimpleNamespace(
     model_names=["tiny"], llm=SimpleNamespace(text=SimpleNamespace(decode=lambda token_ids: ""))
 )
@@ -45,7 +53,7 @@ def tokenizer(retrieval_model: Path) -> PreTrainedTokenizerFast:
 def renderer(tokenizer: Any, model: str, with_tools: bool = True) -> tuple[str, Callable[[Conversation], str]]:
     """Return the source of the model's template, and what renders a conversation with it."""
     template = (TEMPLATES / f"{model}.jinja").read_text()
-    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": CITY}}
     options = {"tools": [tool]} if with_tools else {}
 
     def render(conversation: Conversation) -> str:
@@ -68,13 +76,19 @@ class Written(NamedTuple):
     piece_chars: int
 
     def text(self, call_format: CallFormat) -> str:
-        begin = "" if self.has_begun_reasoning else "<think>"
-        text = "" if self.reasoning is None else f"{begin}{self.reasoning}</think>\n\n"
+        if call_format is HARMONY:
+            return self._messages()
+        begin, end = TAGS.get(call_format, ("", ""))
+        begin = "" if self.has_begun_reasoning else begin
+        text = "" if self.reasoning is None else f"{begin}\n{self.reasoning}{end}\n\n"
         if call_format is LLAMA:
             text = self.content if not self.calls else ""
             return text + "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in self.calls)
         text += self.content
         for name, given_arguments in self.calls:
+            if call_format is GEMMA:
+                text += f"<|tool_call>call:{name}{quoted(given_arguments)}<tool_call|>"
+                continue
             if call_format is HERMES:
                 text += f"\n<tool_call>\n{json.dumps({'name': name, 'arguments': given_arguments})}\n</tool_call>"
                 continue
@@ -82,9 +96,27 @@ class Written(NamedTuple):
             text += f"\n<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
         return text
 
+    def _messages(self) -> str:
+        texts = [] if self.reasoning is None else [f"<|channel|>analysis<|message|>{self.reasoning}"]
+        if self.content or not self.calls:
+            texts.append(f"<|channel|>{'commentary' if self.calls else 'final'}<|message|>{self.content}")
+        for name, arguments in self.calls:
+            head = f" to=functions.{name}<|channel|>commentary json"
+            if self.has_begun_reasoning:
+                head = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
+            texts.append(f"{head}<|message|>{json.dumps(arguments)}")
+        return "<|end|><|start|>assistant".join(texts) + ("<|call|>" if self.calls else "<|return|>")
+
+
+def quoted(value: Any) -> str:
+    """Write a value as Gemma 4 does."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{quoted(each)}' for key, each in sorted(value.items()))}}}"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
 
 TEXTS = st.text(st.sampled_from('ab {}[]"\\<>/\n:,é'), max_size=12) | st.sampled_from(
-    ["", "null", "[1]", "</think>", "{"]
+    ["", "null", "[1]", "</think>", "{", "<|channel|>final<|message|>"]
 )
 WRITTEN = st.builds(
     Written,
@@ -119,8 +151,10 @@ def answer_of(answer: Any, written: Written, call_format: CallFormat, is_streame
 
 
 def form_of(written: Written, call_format: CallFormat) -> ChatForm:
-    has_reasoning = call_format is not LLAMA
-    return ChatForm(call_format, has_reasoning, has_reasoning and written.has_begun_reasoning)
+    if call_format is HARMONY:
+        return ChatForm(call_format, HarmonyTags())
+    tags = TAGS.get(call_format)
+    return ChatForm(call_format, None if tags is None else ReasoningTags(*tags, written.has_begun_reasoning))
 
 
 # -- what clients make of them, and send back --------------------------------------------------------------------------
@@ -241,6 +275,54 @@ def test_any_answer_is_accepted_back(tokenizer: Any, written: Written, model: st
         assert prompt.count(RESULT) == len(calls)
         for call in calls:
             assert call.function.name in prompt
+
+
+def test_call_that_is_sent_back_is_rendered_as_the_model_wrote_it(tokenizer: Any) -> None:
+    """The prompt of the next request begins with the prompt and the answer of the last one, in the model's own form.
+
+    gpt-oss's template has no place for a text to the user before a call, and gets it as reasoning.
+    """
+    thought = "<|channel|>analysis<|message|>Hm."
+    for model, content, expected in (
+        (
+            "gpt-oss",
+            "",
+            f"{thought}<|end|><|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+            '{"city": "Bern", "days": 3}<|call|><|start|>functions.weather to=assistant<|channel|>commentary',
+        ),
+        ("gpt-oss", "I look.", f"{thought}\n\nI look.<|end|><|start|>assistant to=functions.weather"),
+        (
+            "gemma4",
+            "I look.",
+            '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>'
+            "<|tool_response>response:weather{value:",
+        ),
+    ):
+        written = Written("Hm.", content, [("weather", {"city": "Bern", "days": 3})], 10_000, False, 7)
+        template, render = renderer(tokenizer, model)
+        before = render([{"role": "user", "content": QUESTION}])
+        for send_back in (sent_back_to_chat, sent_back_to_messages):
+            for is_streamed in (False, True):
+                body = send_back(written, FORMATS[model], is_streamed)
+                prompt = render_messages(body.messages, template, render)
+                assert prompt.startswith(before + expected), prompt
+
+
+def test_calls_of_one_message_are_all_rendered_where_a_template_prints_the_first(tokenizer: Any) -> None:
+    """gpt-oss's template leaves out all calls of a message but the first, without an error."""
+    results = [say("tool", f"result {name}") | {"tool_call_id": name} for name in ("b", "a")]
+    messages = [say("user", QUESTION), call_of("a", "b"), *results, say("assistant", "Yes."), say("user", "Go.")]
+    prompt = prompt_of(tokenizer, "gpt-oss", messages)
+    order = ["to=functions.a", "result a", "to=functions.b", "result b", "Yes.", "Go."]
+    places = [prompt.index(each) for each in order]
+    assert places == sorted(places)
+
+
+def test_answer_that_explains_the_format_is_accepted_back(tokenizer: Any) -> None:
+    """gpt-oss's template refuses the header of a message in a message of the assistant."""
+    explained = say("assistant", "An answer begins with <|channel|>final<|message|>.") | {"reasoning": "Hm."}
+    prompt = prompt_of(tokenizer, "gpt-oss", [say("user", QUESTION), explained, say("user", "Go on.")])
+    assert "An answer begins with <| channel |>final<|message|>." in prompt
 
 
 # -- what else a template has no place for -----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ constexpr int ROW_BLOCK = 4;  // of 16 registers
 
 constexpr int TILE = 64;          // tokens that are scored together
 constexpr int MAX_VECTORS = 16;   // query vectors of one kv head that are computed together: R of a tile
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 512;
 constexpr float NO_KEY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;

@@ -1,6 +1,5 @@
 // The experts of one layer that are in CPU memory: sums over each token's chosen experts of
-// weight * down(silu(gate(x)) * up(x)). With a limit, gate and up are clamped, and gate * sigmoid(ALPHA * gate) * (up + 1)
-// replaces silu(gate) * up.
+// weight * down(activation(gate(x)) * up(x)).
 //
 //   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
 //             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
@@ -10,7 +9,7 @@
 //   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
 //             experts. So each value of the output is summed by one thread, in the order of the experts.
 //
-// Gate, up, silu and their product are rounded to the model's dtype, as on the GPU. The other sums are fp32.
+// Gate, up, activation and their product are rounded to the model's dtype, as on the GPU. The other sums are fp32.
 //
 // Legend: T tokens, C chosen experts of a token, P <= T * C pairs, H hidden size, I features of an expert.
 
@@ -25,7 +24,7 @@
 namespace {
 
 constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
-constexpr float SWIGLU_ALPHA = 1.702f;
+constexpr float SWIGLU_ALPHA = 1.702f, SWIGLU_LIMIT = 7.0f;
 
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
@@ -50,8 +49,7 @@ struct ExpertJob {  // mirrored by CExpertJob in job.py
   const float* weights;    // [T, C]
   void* out;               // [T, H]
   uint8_t* scratch;
-  int64_t num_tokens, num_chosen, hidden_size, size, num_experts, num_places, dtype, out_dtype;
-  double swiglu_limit;  // 0: no limit
+  int64_t num_tokens, num_chosen, hidden_size, size, num_experts, num_places, dtype, out_dtype, activation;
 
   ExpertJob of_layer(int64_t layer) const {
     ExpertJob job = *this;
@@ -91,12 +89,18 @@ inline Floats load_as(const void* from, int64_t i, int64_t dtype) {
   }
 }
 
-// x * sigmoid(slope * x) for a positive slope; silu(x) with a slope of 1.
-inline Floats gated(Floats x, float slope = 1) {
-  const Floats magnitude = max(x, -x);
-  const Floats small = exp2_of(magnitude * (-LOG2_E * slope));  // e^-|slope * x|
+enum Activation : int64_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
+
+// x / (1 + e^-z), where z is x for SiLU. For GELU z is 2 sqrt(2 / pi) (x + 0.044715 x^3), for the clamped SwiGLU it is
+// SWIGLU_ALPHA x.
+inline Floats activate(Floats x, int64_t activation) {
+  const Floats z = activation == GELU_TANH        ? 1.5957691216057308f * (x + 0.044715f * x * x * x)
+                   : activation == CLAMPED_SWIGLU ? SWIGLU_ALPHA * x
+                                                  : x;
+  const Floats magnitude = max(z, -z);
+  const Floats small = exp2_of(magnitude * -LOG2_E);  // e^-|z|
   const Floats one = broadcast(1.0f);
-  return x * (x < 0 ? small : one) / (one + small);
+  return x * (z < 0 ? small : one) / (one + small);
 }
 
 inline Floats min(Floats a, Floats b) { return -max(-a, -b); }
@@ -315,12 +319,14 @@ struct Mixture : Work {
     });
   }
 
-  Floats activation(Floats gate, Floats up) const {
+  // act_and_mul in layers/linear.py
+  Floats gated(Floats gate, Floats up) const {
     gate = round_to(gate, job.dtype), up = round_to(up, job.dtype);
-    if (job.swiglu_limit == 0) return round_to(round_to(gated(gate), job.dtype) * up, job.dtype);
-    const Floats limit = broadcast(float(job.swiglu_limit));
+    if (job.activation != CLAMPED_SWIGLU)
+      return round_to(round_to(activate(gate, job.activation), job.dtype) * up, job.dtype);
+    const Floats limit = broadcast(SWIGLU_LIMIT);
     gate = min(gate, limit), up = max(min(up, limit), -limit);
-    return round_to(gated(gate, SWIGLU_ALPHA) * (up + broadcast(1.0f)), job.dtype);
+    return round_to(activate(gate, CLAMPED_SWIGLU) * (up + broadcast(1.0f)), job.dtype);
   }
 
   // Of pair first + i, where `count` pairs share tiles.
@@ -333,7 +339,7 @@ struct Mixture : Work {
     const int64_t pair_stride = in_tiles ? count : 1;
     Floats total{};
     for (int v = 0; v < HIDDEN_ROWS; v += W) {
-      const Floats hidden = activation(with_bias(gate, gate_biases, v), with_bias(up, up_biases, v));
+      const Floats hidden = gated(with_bias(gate, gate_biases, v), with_bias(up, up_biases, v));
       total += hidden;
       if (!uses_pairs(layer.down)) {
         store_vector(hidden_floats + row + v, hidden);
