@@ -3,6 +3,7 @@
     python -m benchmarks.bench_linear                     # the layers of Qwen3-8B, bf16, fp8 and int4
     python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
     python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
+    python -m benchmarks.bench_linear --experts gpt-oss-20b --formats MXFP4
     python -m benchmarks.bench_linear --formats Q4_K Q6_K # types of GGUF
 
 Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of the weight. The
@@ -31,8 +32,10 @@ from nanovllm.models.gguf_values import random_blocks
 from nanovllm.models.quantized_weights import quantize
 
 LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
-EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}  # number, rows, columns
-NUM_CHOSEN = 8
+MIXTURES = {  # number of experts, rows and columns of gate_up and of down; experts of a token
+    "qwen3-30b-a3b": ({"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}, 8),
+    "gpt-oss-20b": ({"experts gate_up": (32, 5760, 2880), "experts down": (32, 2880, 2880)}, 4),
+}
 CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
 FEW_ROWS_TILES = [kernels.FewRowsTile(*sizes) for sizes in itertools.product((8, 16), (4, 8, 16), (1, 2, 3, 4, 8))]
 TILES = [
@@ -86,10 +89,10 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def ways(
-    x: torch.Tensor, num_experts: int, is_dense: bool, all_tiles: bool
+    x: torch.Tensor, num_experts: int, num_chosen: int, is_dense: bool, all_tiles: bool
 ) -> Iterator[tuple[str, Callable[[Packed], object]]]:
     """The ways to multiply `x` by a weight, or by the weights of the experts chosen for each row."""
-    experts = torch.rand(len(x), num_experts, device="cuda").argsort(1)[:, :NUM_CHOSEN].contiguous()
+    experts = torch.rand(len(x), num_experts, device="cuda").argsort(1)[:, :num_chosen].contiguous()
     chosen = {"experts": experts, "num_experts": num_experts} if num_experts > 1 else {}
     if is_dense and num_experts == 1:
         yield "cublas", lambda weight: F.linear(x, weight.codes)
@@ -98,7 +101,7 @@ def ways(
         is_routed = chosen and experts.numel() > MAX_SINGLE_PAIRS
         given = {"routing": kernels.route(experts, num_experts)} if is_routed else chosen
         yield "default", partial(kernels.products, x, **given)
-    mean = len(x) * NUM_CHOSEN / num_experts if chosen and len(x) > 4 else 1 if chosen else len(x)  # rows of a weight
+    mean = len(x) * num_chosen / num_experts if chosen and len(x) > 4 else 1 if chosen else len(x)  # rows of a weight
     for tile in (*FEW_ROWS_TILES, *TILES) if all_tiles else ():
         rows = tile.block_m
         if (rows < mean / 2 and rows < 128) or (rows > 8 and rows > 4 * mean):
@@ -106,7 +109,7 @@ def ways(
         routed = {"routing": kernels.route(experts, num_experts, rows)} if chosen and len(x) > 4 else chosen
         yield " ".join(map(str, tile)), partial(kernels.products, x, tile=tile, **routed)
     if chosen and experts.numel() <= MAX_SINGLE_PAIRS:
-        factors, pairs = torch.rand(experts.shape, device="cuda"), x.repeat_interleave(NUM_CHOSEN, 0)
+        factors, pairs = torch.rand(experts.shape, device="cuda"), x.repeat_interleave(num_chosen, 0)
         yield "sum", lambda weight: kernels.sum_of_experts(pairs, weight, experts, num_experts, factors)
     if num_experts == 1:
         yield "unpacked", lambda weight: unpacked_linear(x, weight, None)
@@ -117,13 +120,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8", "int4"], help="also types of GGUF")
     parser.add_argument("--tiles", action="store_true", help="every tile, not only the default ones")
-    parser.add_argument("--experts", action="store_true", help="the experts of a mixture")
+    mixtures = {"nargs": "?", "const": "qwen3-30b-a3b", "choices": list(MIXTURES)}
+    parser.add_argument("--experts", **mixtures, help="the experts of a mixture instead of the layers of Qwen3-8B")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
     ceilings = measure_ceilings()
     print(ceilings)
     result: list[dict[str, Any]] = []
-    for layer, (num_experts, num_rows, size) in (EXPERTS if args.experts else LAYERS).items():
+    layers, num_chosen = MIXTURES[args.experts] if args.experts else (LAYERS, 1)
+    for layer, (num_experts, num_rows, size) in layers.items():
         for name in args.formats:
             weight = packed(make_weight(num_experts * num_rows, size, name))
             num_copies = CACHE_BYTES // num_bytes(weight) + 2
@@ -134,10 +139,10 @@ def main() -> None:
                 x = torch.randn(num_inputs, size, dtype=torch.bfloat16, device="cuda")
                 times = {
                     way: graph_us([partial(call, each) for each in copies])
-                    for way, call in ways(x, num_experts, name == "bf16", args.tiles)
+                    for way, call in ways(x, num_experts, num_chosen, name == "bf16", args.tiles)
                 }
-                share = 1 - (1 - NUM_CHOSEN / num_experts) ** num_inputs if num_experts > 1 else 1.0  # chosen experts
-                work = 2 * num_inputs * num_rows * size * (NUM_CHOSEN if num_experts > 1 else 1)
+                share = 1 - (1 - num_chosen / num_experts) ** num_inputs if num_experts > 1 else 1.0  # chosen experts
+                work = 2 * num_inputs * num_rows * size * num_chosen
                 bound_us = 1e6 * max(
                     share * num_bytes(weight) / ceilings.memory_byte_per_s, work / ceilings.matmul_flop_per_s
                 )

@@ -99,8 +99,8 @@ class Quantization:
         """
         if self.block_type is None:
             return not self.is_fp4
-        least = min(self.block[1], 256 if self.block[1] == 256 else 32)
-        return num_columns % least == 0 and (num_ranks == 1 or not self.has_order)
+        of_file = 256 if self.block[1] == 256 else 32
+        return num_columns % of_file == 0 and (num_ranks == 1 or not self.has_order)
 
     def format_of(self, layer: str) -> "Quantization | None":
         """Return the format of the linear layer of this name according to config.json, or None if it is not quantized.

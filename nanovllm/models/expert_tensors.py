@@ -25,8 +25,12 @@ _MXFP4 = next(each for each in TYPES.values() if each.name == "MXFP4")
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 
 
-def with_single_experts(stored: Mapping[str, StoredTensor], *, are_interleaved: bool) -> dict[str, StoredTensor]:
-    """Return the tensors by their names in a checkpoint of text alone, with the experts one by one."""
+def with_single_experts(
+    stored: Mapping[str, StoredTensor], *, are_interleaved: bool, device: torch.device
+) -> dict[str, StoredTensor]:
+    """Return the tensors by their names in a checkpoint of text alone, with the experts one by one. device: arranges
+    blocks, which takes a CPU minutes for a large model.
+    """
     named: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         name = name.replace("model.language_model.", "model.", 1)
@@ -39,11 +43,11 @@ def with_single_experts(stored: Mapping[str, StoredTensor], *, are_interleaved: 
     return {
         new: each
         for name, tensor in named.items()
-        for new, each in (_interleaved if are_interleaved else _joined)(name, tensor, named)
+        for new, each in (_interleaved(name, tensor, named, device) if are_interleaved else _joined(name, tensor))
     }
 
 
-def _joined(name: str, tensor: StoredTensor, named: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+def _joined(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     parent, _, last = name.rpartition(".")
     parts = _PARTS.get(last, ())
     # Rows that cannot be divided stay as they are, so the experts are missing
@@ -62,7 +66,7 @@ def _joined(name: str, tensor: StoredTensor, named: Mapping[str, StoredTensor]) 
 
 
 def _interleaved(
-    name: str, tensor: StoredTensor, named: Mapping[str, StoredTensor]
+    name: str, tensor: StoredTensor, named: Mapping[str, StoredTensor], device: torch.device
 ) -> Iterator[tuple[str, StoredTensor]]:
     parent, _, last = name.rpartition(".")
     ending = next((each for each in (_BLOCKS, _SCALES, _BIAS) if last.endswith(each)), "")
@@ -77,7 +81,7 @@ def _interleaved(
         for i, part in enumerate(parts):
             turn = expert, i, len(parts)
             if ending == _BLOCKS:
-                yield f"{parent}.{expert}.{part}.weight", _Blocks(tensor, _checked(scales, tensor), *turn)
+                yield f"{parent}.{expert}.{part}.weight", _Blocks(tensor, _checked(scales, tensor), *turn, device)
             elif ending == _BIAS:
                 yield f"{parent}.{expert}.{part}.bias", _TurnOfBias(tensor, *turn)
             elif not ending:
@@ -162,16 +166,20 @@ class _Blocks(BlockWeight):
     and i + 16 in byte i.
     """
 
-    def __init__(self, blocks: StoredTensor, scales: StoredTensor, expert: int, first: int, step: int) -> None:
+    def __init__(
+        self, blocks: StoredTensor, scales: StoredTensor, expert: int, first: int, step: int, device: torch.device
+    ) -> None:
         _, num_rows, num_blocks, _ = blocks.shape
         super().__init__(blocks.name, blocks.where, (num_rows // step, _MXFP4.num_values * num_blocks), _MXFP4)
         self.dtype = blocks.dtype  # the loader wants a quantization_config for it
         self._blocks, self._scales, self._turns = blocks, scales, _Turns(expert, first, step)
+        self._device = device
 
     def _rows(self, start: int, end: int) -> torch.Tensor:
         turns = self._turns
         index = turns.expert, turns.around(start, end)
-        pairs, exponents = (each.read(*index)[0, turns.own] for each in (self._blocks, self._scales))
+        parts = (each.read(*index).to(self._device) for each in (self._blocks, self._scales))
+        pairs, exponents = (each[0, turns.own] for each in parts)
         blocks = pairs.new_empty(*exponents.shape, _MXFP4.num_bytes)
         first, second = pairs[..., :8], pairs[..., 8:]  # byte i has columns 2 i and 2 i + 1
         blocks[..., 0] = exponents

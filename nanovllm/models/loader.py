@@ -69,7 +69,7 @@ def build_model(
 
     if directory is not None:
         with ExitStack() as files:
-            stored = _open(directory, files, config)
+            stored = _open(directory, files, config, torch.device("cpu"))
             quantization = config.quantization
             if quantization is not None and not (quantization.is_online or quantization.is_gguf):
                 ignored = (*quantization.ignored, *_unquantized_layers(stored))
@@ -87,15 +87,18 @@ def build_model(
         )
 
 
-def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
+def _open(
+    directory: Path | None, files: ExitStack, config: ModelConfig, device: torch.device
+) -> dict[str, StoredTensor]:
     """Return the stored tensors by name. A tied model's embedding may be stored under either of its two names, and it
-    has both names if the head is quantized.
+    has both names if the head is quantized. device: see with_single_experts.
     """
     if directory is not None and is_gguf(directory):
         stored = open_gguf(directory)
     else:
         are_interleaved = ARCHITECTURES[config.architecture].interleaves_experts
-        stored = with_single_experts(open_tensors(directory, files), are_interleaved=are_interleaved)
+        tensors = open_tensors(directory, files)
+        stored = with_single_experts(tensors, are_interleaved=are_interleaved, device=device)
     if config.tie_word_embeddings and _EMBEDDING not in stored and _HEAD in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)
     if config.tie_word_embeddings and config.has_own_head and _EMBEDDING in stored:
@@ -135,7 +138,7 @@ def load_weights(
                 _fill_dummy(tied, of_name, seed, model.dtype, model.device)
                 progress.update()
             return
-        stored, blocks = _open(directory, files, model.config), BlockWriter()
+        stored, blocks = _open(directory, files, model.config, model.device), BlockWriter()
         for name, of_name in shards.items():
             for shard in of_name:
                 source = _find(name, shard.full_shape, stored, model.config.quantization, shard.target.device)

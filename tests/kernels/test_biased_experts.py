@@ -141,6 +141,18 @@ def test_sums_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_device
+def test_logits_of_the_router_have_its_bias(device: str) -> None:
+    from nanovllm.kernels.small_linear import small_linear
+
+    for num_rows in (1, moe.MAX_ROUTER_ROWS):
+        x, weight = (torch.randn(n, HIDDEN, device=device).to(DTYPE) for n in (num_rows, NUM_EXPERTS))
+        bias = torch.randn(NUM_EXPERTS, device=device).to(DTYPE)
+        got = small_linear(x, weight, bias, dtype=torch.float32)
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@on_device
 def test_clamped_gate_alone(device: str) -> None:
     from nanovllm.kernels import fused
 
@@ -162,7 +174,7 @@ def test_model_in_mxfp4_has_the_logits_of_its_values(
     if device == "cuda":
         pytest.skip("tests/gpu runs whole engines")
     plain = write_tiny_model(tmp_path / "plain", "gpt_oss", rope="yarn", intermediate_size=64, num_layers=2)
-    quantized, prompt = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values"), random_prompt(3)
+    quantized, prompt = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values"), random_prompt(1)
     second = replace(TPGroup(), rank=1, size=2)
     expected = [load_model(tmp_path / "values", tp) for tp in (TPGroup(), second)]
     logits = run_logits(expected[0], prompt)

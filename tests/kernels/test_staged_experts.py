@@ -126,7 +126,8 @@ def test_gpu_adds_the_biases_of_experts_in_cpu_memory(
     rank, num_tokens = load_experts(path, dtype=DTYPE, device=device), 2
     staging = make_staging(rank)
     link = ExpertLink(rank.store.layers, rank._gpu_experts, make_streams(rank.device), share=128)
-    job = ExpertJob.of_rows(rank.store, num_tokens, 2, DTYPE, is_pinned=False)
+    activation = rank.experts.activation
+    job = ExpertJob.of_rows(rank.store, num_tokens, 2, DTYPE, is_pinned=False, activation=activation)
     job.x.normal_()
     job.weights.uniform_()
     chosen = torch.tensor([[0, 2], [1, 0]])

@@ -11,6 +11,7 @@ import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
 from gguf_files import write_gguf
 from mxfp4_files import write_mxfp4
+from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import greedy_reference, reference_model, write_tiny_model
 
@@ -70,7 +71,14 @@ def test_two_ranks_have_the_logits_of_one(plain: Path) -> None:
 
 
 def test_mxfp4_has_the_values_of_its_codes(tmp_path: Path, plain: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     quantized, values = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values"), tmp_path / "values"
+    stored, same = (load_file(path / "model.safetensors") for path in (quantized, values))
+    for name in ("gate_up_proj", "down_proj"):
+        full = f"model.layers.0.mlp.experts.{name}"
+        theirs = convert_moe_packed_tensors(stored[f"{full}_blocks"], stored[f"{full}_scales"], dtype=torch.float32)
+        assert torch.equal(same[full], theirs)
     expected = run_logits(load_model(values), PROMPT)
     assert (expected - run_logits(load_model(plain), PROMPT)).abs().max() > 0.1
     assert (reference_logits(values) - expected).abs().max() < 2e-5
@@ -124,8 +132,6 @@ def test_dummy_weights_of_mxfp4_do_not_depend_on_the_number_of_ranks(tmp_path: P
 
 
 def test_experts_in_mxfp4_without_their_config_or_scales_are_refused(tmp_path: Path, plain: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     quantized = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values")
     config = (quantized / "config.json").read_text()
     (quantized / "config.json").write_text((plain / "config.json").read_text())

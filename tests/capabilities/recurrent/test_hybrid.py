@@ -259,7 +259,7 @@ def test_only_the_first_layer_of_each_kind_runs_when_inner_layers_are_skipped(tm
             super().__init__(model, 3)
             self.heard: list[tuple[str, int, int]] = []
 
-        def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
             self.heard.append(("attend", layer, len(q_THD)))
             return super().attend(layer, q_THD) if len(q_THD) else q_THD
 
