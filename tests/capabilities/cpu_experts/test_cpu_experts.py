@@ -25,7 +25,7 @@ from quantized_models import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiers import RUNS_ALL
-from tiny_models import EXPERTS, greedy_reference, reference_model, write_tiny_model, write_tiny_tokenizer
+from tiny_models import EXPERTS, ROPES, greedy_reference, reference_model, write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.cpu_attention import rates
@@ -317,6 +317,28 @@ def test_biases_and_clamped_gates_have_the_logits_of_experts_that_are_not_in_cpu
     for directory, num_ranks in ((values, 1), (quantized, 1), (quantized, 2)):
         for logits in logits_of_ranks(directory, prompt, num_ranks):
             assert (logits - expected).abs().max() < 2e-5
+
+
+@SLOW
+def test_engine_with_biased_experts_in_mxfp4_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """gpt-oss in safetensors and GGUF, with the experts of no layer, of some layers and of all in CPU memory."""
+    sizes: dict[str, Any] = {"num_layers": 4, "intermediate_size": 64, "max_position_embeddings": 512}
+    rope = {**ROPES["yarn"], "truncate": False}  # GGUF files do not say it
+    plain, values = write_tiny_model(tmp_path / "plain", "gpt_oss", rope=rope, **sizes), tmp_path / "values"
+    quantized, of_gguf = write_mxfp4(tmp_path / "quantized", plain, values), tmp_path / "of_gguf"
+    gguf = write_gguf(tmp_path / "x.gguf", values, types=["MXFP4", "F32"], same_values=of_gguf)
+    prompts = [random_prompt(length, seed=length) for length in (60, 5, 100)]
+    for path, same, options in (
+        (quantized, values, {}),
+        (quantized, values, NONE),
+        (quantized, values, NONE | {"num_gpu_expert_layers": 2, "tensor_parallel_size": 2}),
+        (gguf, of_gguf, NONE | {"num_gpu_expert_layers": 1}),
+    ):
+        expected = [greedy_reference(same, prompt, 12) for prompt in prompts]
+        given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 64, **options}
+        with LLM(str(path), skip_tokenizer_init=True, **given) as llm:
+            outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], greedy(12))
+        assert [list(each.outputs[0].token_ids) for each in outputs] == expected, (path.name, options)
 
 
 def test_ranks_share_each_expert(divisible: Reference) -> None:
