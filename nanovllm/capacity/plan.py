@@ -79,7 +79,7 @@ class CapacityPlan:
     num_cpu_blocks: int  # 0 without offload
     num_pages: int = 0  # pages of the shadow; 0 without a shadow
     shadow_bits: int = 0
-    num_state_slots: int = 0  # including the scratch slot 0; 0 if no layer is recurrent
+    num_state_slots: int = 0  # 0 if sequences have no states
     num_snapshots: int = 0  # states in CPU memory
     unused_draft_bytes: int = 0  # K and V of a draft head that speculation="auto" leaves out to save memory
 
@@ -423,7 +423,7 @@ def _place_experts(
     num_blocks, num_seqs = most = room(all_on_cpu)
     if all_on_gpu.fits_gpu and room(all_on_gpu) == most:  # the user has set the number of blocks
         return all_on_gpu
-    num_slots = all_on_cpu.num_state_slots and 1 + num_spare_state_slots(config, all_on_cpu.spec.states) + num_seqs
+    num_slots = all_on_cpu.num_state_slots and num_spare_state_slots(config, all_on_cpu.spec.states) + num_seqs
     needed = replace(all_on_cpu, num_gpu_blocks=num_blocks, num_state_slots=num_slots, num_pages=0).memory.total_bytes
     free_bytes = (all_on_cpu.gpu_limit_bytes or 0) - GPU_RESERVE_BYTES - PLACEMENT_RESERVE_BYTES - needed
     num_layers = _num_fitting_layers(config, model, experts, free_bytes)

@@ -23,6 +23,7 @@ from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capabilities.windows.memory import WindowSetup
+from nanovllm.capabilities.windows.places import WindowStates
 from nanovllm.capacity.costs import prefill_flop, token_keys
 from nanovllm.capacity.division import ShadowSize, divide_memory, kept_blocks
 from nanovllm.capacity.plan import experts_summary, make_plan, plan_summary
@@ -315,8 +316,10 @@ def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> 
         spared = num_spared_blocks if config.enable_cpu_offload else 0
         companions.append(ShadowPages(sizes.num_pages, num_sinks, spared))
     if sizes.num_state_slots:
-        model_drafts = not spec.has_draft_head and spec.states.drafts_take_slots
-        companions.append(RecurrentStates(sizes.num_state_slots, sizes.num_snapshots, model_drafts=model_drafts))
+        counts, model_drafts = (sizes.num_state_slots, sizes.num_snapshots), not spec.has_draft_head
+        has_windows = isinstance(spec.states, WindowSpec)
+        states = WindowStates(*counts) if has_windows else RecurrentStates(*counts, model_drafts=model_drafts)
+        companions.append(states)
     if spec.has_draft_head:
         companions.append(HeadPages())
     return companions

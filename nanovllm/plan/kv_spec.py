@@ -68,7 +68,6 @@ class WindowSpec:
     page_tokens: int
     max_guesses: int  # draft tokens that a step verifies
     draft_size: int = 0  # as in StateSpec: no draft head
-    drafts_take_slots: bool = False  # a wrong draft token's K and V are overwritten, as in paged blocks
 
     @property
     def num_pages(self) -> int:
@@ -121,7 +120,6 @@ class StateSpec:
     itemsize: int = 0  # bytes per element of the convolution's inputs; the matrices are in fp32
     max_guesses: int = 0
     draft_size: int = 0  # numbers in the draft head's output for a token, or 0 without a draft head
-    drafts_take_slots: bool = True  # drafts by the model itself leave their states in another slot
 
     @property
     def input_size(self) -> int:
@@ -216,7 +214,7 @@ class KVCacheSizes:
     num_cpu_blocks: int = 0  # 0 without offload
     num_pages: int = 0  # of the shadow, or 0 without a shadow
     shadow_bits: int = 0
-    num_state_slots: int = 0  # on the GPU, including the scratch slot 0; 0 if sequences have no states
+    num_state_slots: int = 0  # on the GPU; 0 if sequences have no states
     num_snapshots: int = 0  # states in CPU memory
 
 
@@ -289,18 +287,20 @@ def _state_spec(
 
 
 def num_spare_state_slots(config: Config, states: StateSpec | WindowSpec) -> int:
-    """Count the state slots besides slot 0 and one slot per running sequence.
+    """Count the state slots besides one slot per running sequence. Windows need none.
 
-    They are SAVE_SLOTS with prefix caching, and one for drafting with the model itself. While fewer sequences run,
-    their unused slots serve both purposes, too.
+    Recurrent layers need slot 0, SAVE_SLOTS with prefix caching, and one for drafting with the model itself. While
+    fewer sequences run, their unused slots serve the last two purposes, too.
     """
+    if isinstance(states, WindowSpec):
+        return 0
     model_drafts = not states.draft_size and (config.wants_shadow or config.speculation_method == "resident")
-    return SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts and states.drafts_take_slots)
+    return 1 + SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts)
 
 
 def max_stateful_seqs(config: Config, states: StateSpec | WindowSpec, num_state_slots: int) -> int:
     """Return how many sequences can run together with `num_state_slots` state slots."""
-    return num_state_slots - 1 - num_spare_state_slots(config, states)
+    return num_state_slots - num_spare_state_slots(config, states)
 
 
 def num_state_slots(config: Config, states: StateSpec | WindowSpec, room_bytes: int) -> int:
@@ -309,7 +309,7 @@ def num_state_slots(config: Config, states: StateSpec | WindowSpec, room_bytes: 
     """
     if not states.num_layers:
         return 0
-    others = 1 + num_spare_state_slots(config, states)
+    others = num_spare_state_slots(config, states)
     return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
 
 

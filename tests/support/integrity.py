@@ -134,7 +134,7 @@ def check_states(states: RecurrentStates, running: Seq[Sequence], known_prefixes
     """Check that exactly the running sequences hold slots of states, and that snapshots belong to known prefixes."""
     assert states._held.keys() == {seq.seq_id for seq in running}, "slots belong to others than those who run"
     slots = [*states._free, *states._borrowed, *(held.slot for held in states._held.values())]
-    assert sorted(slots) == list(range(1, states.num_slots)), "a state slot is lost or used twice"
+    assert sorted(slots) == list(range(states.first_slot, states.num_slots)), "a state slot is lost or used twice"
     for seq in running:
         held = states._held[seq.seq_id]
         assert held.num_tokens <= seq.num_computed_tokens, f"sequence {seq.seq_id} has a state ahead of its tokens"

@@ -49,18 +49,16 @@ class SlotMemory(CompanionMemory):
         num_slots: int,
         num_snapshots: int,
     ) -> None:
-        """`shapes`: the parts of a state, each of which is copied by one copy. `num_slots`: including slot 0, which no
-        sequence owns.
-        """
+        """`shapes`: the parts of a state, each of which is copied by one copy."""
         self.slots = [torch.zeros(num_slots, *shape, dtype=kind, device=device) for shape, kind in shapes]
         pinned_for = device if device.type == "cuda" else None
         sizes = [num_snapshots * math.prod(shape) * kind.itemsize for shape, kind in shapes]
         self._buffers = [HostBuffer(max(1, size), pinned_for) for size in sizes]
-        self._snapshots = [
+        self.snapshots = [
             buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
             for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
         ]
-        self.stored_parts = self._snapshots
+        self.stored_parts = self.snapshots
         self._saves: list[SnapshotSave] = []  # saves of the step
 
     def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -69,10 +67,10 @@ class SlotMemory(CompanionMemory):
         for slot, snapshot in flushes.flushes if flushes is not None else ():
             self._save(slot, snapshot)
         states = [state for step in plan.sequences if (state := step.payload(StateStep)) is not None]
-        self._saves = [save for state in states for save in state.saves]
+        self._saves = [save for state in states for save in state.saves if save.slot >= 0]
         for state in states:
             if state.load >= 0:
-                for slots, snapshots in zip(self.slots, self._snapshots, strict=True):
+                for slots, snapshots in zip(self.slots, self.snapshots, strict=True):
                     slots[state.source].copy_(snapshots[state.load], non_blocking=True)
 
     def end_step(self) -> None:
@@ -82,7 +80,7 @@ class SlotMemory(CompanionMemory):
         self._saves = []
 
     def _save(self, slot: int, snapshot: int) -> None:
-        for slots, snapshots in zip(self.slots, self._snapshots, strict=True):
+        for slots, snapshots in zip(self.slots, self.snapshots, strict=True):
             snapshots[snapshot].copy_(slots[slot], non_blocking=True)
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class SnapshotSave(NamedTuple):
     """A copy of the state after the first `num_tokens` new tokens of a sequence to a snapshot, from `slot`.
 
     `slot` is the sequence's slot if its new tokens end there, and otherwise an additional slot in which the step leaves
-    the state.
+    the state, or -1 if the layers copy the state to the snapshot.
     """
 
     num_tokens: int
@@ -99,6 +99,7 @@ def _pause_key(seq: Sequence) -> int:
 
 class RecurrentStates(Companion):
     snapshots: Snapshots
+    first_slot = 1  # of sequences; the padding rows of graphs write to slot 0
 
     def __init__(
         self,
@@ -108,12 +109,12 @@ class RecurrentStates(Companion):
         model_drafts: bool = True,
         snapshot_tokens: int = SNAPSHOT_TOKENS,
     ) -> None:
-        """`num_slots`: including slot 0, which no sequence owns. Each running sequence needs a slot. `model_drafts`:
-        the model itself makes the drafts and needs a slot for their states.
+        """Each running sequence needs a slot. `model_drafts`: the model itself makes the drafts and needs a slot for
+        their states.
         """
         self.snapshots = Snapshots(num_snapshots)
         self.num_slots, self.snapshot_tokens, self.model_drafts = num_slots, snapshot_tokens, model_drafts
-        self._free = list(range(num_slots - 1, 0, -1))
+        self._free = list(range(num_slots - 1, self.first_slot - 1, -1))
         self._borrowed: list[int] = []  # slots that the step borrows
         self._held: dict[int, _Held] = {}  # by seq_id
         self._paused: dict[int, Paused] = {}  # by seq_id
@@ -199,7 +200,7 @@ class RecurrentStates(Companion):
         """Count how many of the next `num_tokens` tokens a chunk may have so that each state to be saved has a slot.
         The state at the end of the chunk needs none. Other prompts in the step may still take the slots.
         """
-        points, num_free = self._held[seq.seq_id].save_points, len(self._free)
+        points, num_free = self._held[seq.seq_id].save_points, self.num_save_slots
         return min(num_tokens, points[num_free] - seq.num_computed_tokens) if num_free < len(points) else num_tokens
 
     def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
@@ -207,7 +208,7 @@ class RecurrentStates(Companion):
         if not self.snapshots.count:
             return False
         if num_tokens not in points:
-            if bisect_left(points, chunk_end) + (num_tokens < chunk_end) > len(self._free):
+            if bisect_left(points, chunk_end) + (num_tokens < chunk_end) > self.num_save_slots:
                 return False
             insort(points, num_tokens)
         return True
@@ -231,10 +232,10 @@ class RecurrentStates(Companion):
         # If other chunks take the slots, the last states matter most: at the prompt's end, or where it diverges from
         # others
         new = [point for point, prefix in wanted.items() if prefix not in self.snapshots]
-        num_free = len(self._free) + (end in new)
+        num_free = self.num_save_slots + (end in new)
         saves = [
             SnapshotSave(
-                point - start, held.slot if point == end else self._borrow(), self.snapshots.add(wanted[point])
+                point - start, held.slot if point == end else self._save_slot(), self.snapshots.add(wanted[point])
             )
             for point in new[len(new) - min(len(new), num_free) :]
         ]
@@ -250,6 +251,15 @@ class RecurrentStates(Companion):
         held.num_tokens, held.load = end, -1
         return step
 
+    @property
+    def num_save_slots(self) -> int:
+        """Count the states in the middle of chunks that the step can still save."""
+        return len(self._free)
+
+    def _save_slot(self) -> int:
+        """Take a slot for a state in the middle of a chunk."""
+        return self._borrow()
+
     def _borrow(self) -> int:
         """Take a slot for this step."""
         self._borrowed.append(self._free.pop())
@@ -257,7 +267,7 @@ class RecurrentStates(Companion):
 
     def stats(self) -> dict[str, float | None]:
         return {
-            "num_state_slots": self.num_slots - 1,
+            "num_state_slots": self.num_slots - self.first_slot,
             "num_snapshots": self.snapshots.count,
             "num_used_snapshots": len(self.snapshots),
             "num_state_loads": self.num_loads,

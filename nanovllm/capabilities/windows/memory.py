@@ -47,12 +47,12 @@ class Row(NamedTuple):
     slot: int
     start: int  # position of the first new token
     end: int  # position after the last new token
-    saves: tuple[tuple[int, int], ...]  # positions whose preceding window is also copied to another slot
+    saves: tuple[tuple[int, int], ...]  # positions whose preceding window is copied to a snapshot, and the snapshots
 
     @classmethod
     def of(cls, step: SequenceStep) -> "Row":
         state = step.payload(StateStep) or NO_STATE
-        saves = ((step.position + save.num_tokens, save.slot) for save in state.saves if save.slot != state.target)
+        saves = ((step.position + save.num_tokens, save.snapshot) for save in state.saves if save.slot < 0)
         return cls(state.target, step.position, step.position + step.num_tokens, tuple(saves))
 
     @property
@@ -73,7 +73,8 @@ class Part(NamedTuple):
     tokens: Array
     fresh: Copies  # from the fresh keys to the cache in which the sequences attend
     old: Copies  # from the rings to the workspace; empty if the sequences attend in their rings
-    ends: Copies  # from the cache in which the sequences attend to the rings: ends of chunks, and saves
+    ends: Copies  # from the workspace to the rings
+    saves: tuple[tuple[int, Copies], ...]  # snapshots, and copies from the cache to them
     cu_seqlens_q: Array
     context_lens: Array
     block_tables: Array
@@ -82,7 +83,7 @@ class Part(NamedTuple):
 class WindowMemory(SlotMemory):
     """The rings of a rank."""
 
-    paddings = (0, 0)  # a padding row has slot 0 and no keys
+    paddings = (0, 0)  # a padding row has no keys, and writes none
 
     def __init__(
         self,
@@ -93,7 +94,6 @@ class WindowMemory(SlotMemory):
         num_slots: int,
         num_snapshots: int,
     ) -> None:
-        """`num_slots`: including slot 0, which no sequence owns."""
         s, self.spec, self.backend, self.dtype, self.device = spec, spec, backend, dtype, device
         of_slot = s.num_layers, 2, s.num_pages, s.page_tokens, s.num_kv_heads, s.head_dim
         super().__init__([(of_slot, dtype)], device, num_slots, num_snapshots)
@@ -238,7 +238,15 @@ class StepChunks:
 
     def of_layer(self, layer: int) -> "ChunkKeys":
         k, v = self.fresh
-        return ChunkKeys(KVCells(k, v, self._all_cells_T), self, self.memory.layers[layer])
+        return ChunkKeys(KVCells(k, v, self._all_cells_T), self, layer, self.memory.layers[layer])
+
+    def save(self, layer: int, part: Part, caches: Sequence[torch.Tensor]) -> None:
+        """Copy windows in the middle of chunks to snapshots."""
+        for snapshot, copies in part.saves:
+            for target, cache in zip(self.memory.snapshots[0][snapshot, layer], caches, strict=True):
+                ring = torch.zeros(target.shape, dtype=target.dtype, device=cache.device)
+                _copy(cache, ring, copies)
+                target.copy_(ring, non_blocking=True)
 
 
 class ChunkKeys(NamedTuple):
@@ -246,6 +254,7 @@ class ChunkKeys(NamedTuple):
 
     cells: KVCells  # of the fresh keys
     step: StepChunks
+    layer: int
     rings: tuple[torch.Tensor, torch.Tensor]
 
     def attend(self, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
@@ -256,6 +265,7 @@ class ChunkKeys(NamedTuple):
                     _copy(ring, cache, part.old)
                     _copy(fresh, cache, part.fresh)
                     _copy(cache, ring, part.ends)
+                step.save(self.layer, part, caches)
                 memory, q = step.memory, q_THD[part.tokens]
                 k, v = caches
                 out_THD[part.tokens] = memory.backend.attend(q, k, v, batch, memory.spec.scale, sinks_H).out_THD
@@ -274,12 +284,13 @@ def _part_in_rings(memory: WindowMemory, rows: Sequence[Row], chosen: Sequence[i
     tables = [memory.table(rows[i]) for i in chosen]
     tokens = _joined(starts[i] + np.arange(rows[i].num_tokens) for i in chosen)
     cells = _joined(memory.cells(rows[i].slot, np.arange(rows[i].start, rows[i].end)) for i in chosen)
-    saves = [(rows[i].slot, _window(memory, position), slot) for i in chosen for position, slot in rows[i].saves]
-    ends = Copies(
-        _joined(memory.cells(own, positions) for own, positions, _ in saves),
-        _joined(memory.cells(slot, positions) for _, positions, slot in saves),
-    )
-    return _make_part(rows, chosen, tables, tokens, Copies(tokens, cells), Copies(_joined(()), _joined(())), ends)
+    none = Copies(_joined(()), _joined(()))
+    saves: list[tuple[int, Copies]] = []
+    for i in chosen:
+        for position, snapshot in rows[i].saves:
+            kept = _window(memory, position)
+            saves.append((snapshot, Copies(memory.cells(rows[i].slot, kept), memory.cells(0, kept))))
+    return _make_part(rows, chosen, tables, tokens, Copies(tokens, cells), none, none, saves)
 
 
 def _part_in_workspace(memory: WindowMemory, rows: Sequence[Row], chosen: Sequence[int]) -> tuple[Part, HostTables]:
@@ -287,6 +298,7 @@ def _part_in_workspace(memory: WindowMemory, rows: Sequence[Row], chosen: Sequen
     starts, size, first_page = _token_starts(rows), memory.spec.page_tokens, 0
     tables: list[tuple[np.ndarray, int]] = []
     tokens, fresh, old_sources, old_targets, end_sources, end_targets = ([] for _ in range(6))
+    saves: list[tuple[int, Copies]] = []
     for i in chosen:
         row = rows[i]
         first_key = memory.first_key(row.start + 1)
@@ -298,15 +310,17 @@ def _part_in_workspace(memory: WindowMemory, rows: Sequence[Row], chosen: Sequen
         fresh.append(shift + np.arange(row.start, row.end))
         old_sources.append(memory.cells(row.slot, old))
         old_targets.append(shift + old)
-        for position, slot in ((row.end, row.slot), *row.saves):
+        kept = _window(memory, row.end)
+        end_sources.append(shift + kept)
+        end_targets.append(memory.cells(row.slot, kept))
+        for position, snapshot in row.saves:
             kept = _window(memory, position)
-            end_sources.append(shift + kept)
-            end_targets.append(memory.cells(slot, kept))
+            saves.append((snapshot, Copies(shift + kept, memory.cells(0, kept))))
         first_page += num_pages
     joined = _joined(tokens)
     old_copies = Copies(_joined(old_sources), _joined(old_targets))
     ends = Copies(_joined(end_sources), _joined(end_targets))
-    return _make_part(rows, chosen, tables, joined, Copies(joined, _joined(fresh)), old_copies, ends)
+    return _make_part(rows, chosen, tables, joined, Copies(joined, _joined(fresh)), old_copies, ends, saves)
 
 
 def _make_part(
@@ -317,13 +331,14 @@ def _make_part(
     fresh: Copies,
     old: Copies,
     ends: Copies,
+    saves: Sequence[tuple[int, Copies]],
 ) -> tuple[Part, HostTables]:
     query_lens, context_lens = [rows[i].num_tokens for i in chosen], [num_keys for _, num_keys in tables]
     padded = np.zeros((len(tables), max(2, *(len(pages) for pages, _ in tables))), np.int32)
     for padded_row, (pages, _) in zip(padded, tables, strict=True):
         padded_row[: len(pages)] = pages
     cu_seqlens_q = np.cumsum([0, *query_lens], dtype=np.int32)
-    part = Part(tokens, fresh, old, ends, cu_seqlens_q, np.array(context_lens, np.int32), padded)
+    part = Part(tokens, fresh, old, ends, tuple(saves), cu_seqlens_q, np.array(context_lens, np.int32), padded)
     return part, HostTables(query_lens, context_lens, [pages.tolist() for pages, _ in tables])
 
 
