@@ -27,6 +27,8 @@ from nanovllm.plan.kv_spec import KVCacheSpec, StateSpec, dtype_name, kv_cache_s
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
     MAX_GRAPH_CHUNKS,
+    MIN_UNPACKED_PAIRS,
+    UNPACKED_EXPERT_BYTES,
     draft_graph_sizes,
     graph_sizes,
     has_mixed_graphs,
@@ -376,7 +378,10 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
     if model.experts is not None:
         features = 3 * model.experts.intermediate_size // tp
         mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
-        routed = num_in_mlp * model.experts.num_experts_per_token * size * (features + model.hidden_size)
+        num_pairs = num_in_mlp * model.experts.num_experts_per_token
+        routed = num_pairs * size * (features + model.hidden_size)
+        if model.quantization is not None and num_pairs >= MIN_UNPACKED_PAIRS * model.experts.num_experts:
+            routed += UNPACKED_EXPERT_BYTES
         routed += 2 * num_in_mlp * size * model.hidden_size if model.gemma is not None else 0
     hidden = num_tokens * (size * 4 * model.hidden_size + 4 * model.head_dim)
     return hidden + max(num_tokens * attention, num_in_mlp * mlp) + routed
