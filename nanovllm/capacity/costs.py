@@ -405,11 +405,10 @@ def prefill_flop(
     GPUs do twice as many in a second. Without a `capability`, the GPU has all products in fp8.
 
     The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, of T * W - W^2 / 2 in
-    attention with a window W, in each recurrent layer 3
-    products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
-    The last layer computes K and V for all tokens, but everything else only for the last token, which is not counted.
-    With a draft head, the last layer computes everything for all tokens, and the draft head computes only its joined
-    inputs, K and V for all tokens.
+    attention with a window W, in each recurrent layer 3 products of a token with the matrix of each head, which is
+    read, updated and read again, and one row of the head. The last layer computes K and V for all tokens, but
+    everything else only for the last token, which is not counted. With a draft head, the last layer computes everything
+    for all tokens, and the draft head computes only its joined inputs, K and V for all tokens.
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
@@ -447,8 +446,8 @@ def decode_bytes(
 ) -> float:
     """Return the bytes that one step reads from GPU memory: every weight that the step uses, except the embedding, and
     all keys and values, once each, but in layers with a window only the keys that the window shows. Quantized weights
-    are read packed. States of recurrent layers are read and written. A draft head runs
-    once. Experts in CPU memory are not counted, because the CPU reads them.
+    are read packed. States of recurrent layers are read and written. A draft head runs once. Experts in CPU memory are
+    not counted, because the CPU reads them.
 
     num_keys: the number of keys of all sequences together.
     """

@@ -44,7 +44,7 @@ NUM_KEPT_PROMPTS = 64
 # what the estimates miss, so that the KV that the plan has room for fits
 HOST_RESERVE_BYTES = 2 * 2**30
 PLACEMENT_RESERVE_BYTES = 256 * 2**20
-NUM_PLACED_SEQS = 8  # sequences whose recurrent states take precedence over experts on the GPU
+NUM_PLACED_SEQS = 8  # sequences whose states take precedence over experts on the GPU
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 AUTO_SHARE = 4  # with "auto" and offload, K and V of a draft head take at most 1/AUTO_SHARE of the room for KV
 # Bits of the shadow -> share of right drafts: means of four tasks at two temperatures (python -m benchmarks.real_model)
