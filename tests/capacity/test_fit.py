@@ -146,6 +146,7 @@ def plans_that_pass(wish: _Wish, model: ModelConfig, context: int) -> list[Capac
     return working
 
 
+@pytest.mark.slow
 def test_search_leaves_out_no_plan_that_works() -> None:
     """The search skips sizes that cannot fit, and names no options to change."""
     cases = [("qwen3-30b-a3b", "RTX 4090", 24, "int8"), ("qwen3-8b", "RTX 3060 12GB", 8, None)]

@@ -555,6 +555,7 @@ def test_chat_uses_the_defaults_and_generate_does_not(tiny: Path, tmp_path: Path
         assert llm.chat(USER, given, use_tqdm=False)[0]["token_ids"] == greedy[:2]
 
 
+@pytest.mark.slow
 def test_limit_of_the_file_is_shortened_to_what_fits_and_a_users_is_not(tiny: Path, tmp_path: Path) -> None:
     """Regression: max_new_tokens of the file counted as the user's own limit, so `chat`, and `generate` with
     get_default_sampling_params(), refused every prompt with which it did not fit. The server shortened it.

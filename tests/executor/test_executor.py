@@ -144,6 +144,7 @@ def test_call_reaches_every_rank_in_order_and_whole_until_a_worker_ends_inside_a
             executor.call(EchoRunner.exit_in_collective)
 
 
+@pytest.mark.slow
 def test_wait_for_polls_until_done_and_raises_once_a_worker_is_killed() -> None:
     executor = two_ranks()
     looks = iter([False] * 100 + [True])

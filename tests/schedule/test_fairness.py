@@ -106,7 +106,7 @@ def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at
         pytest.param(all_gpu, MEASURED, 0.0, id="launches", marks=pytest.mark.slow),
         pytest.param(hybrid, MEASURED, 0.5, id="launches, slow at first", marks=pytest.mark.slow),
         pytest.param(all_gpu, GRAPHS, 0.0, id="graphs", marks=pytest.mark.slow),
-        pytest.param(hybrid, GRAPHS, 0.2, id="graphs, slow at first"),
+        pytest.param(hybrid, GRAPHS, 0.2, id="graphs, slow at first", marks=pytest.mark.slow),
     ],
 )
 def test_short_prompts_beside_a_long_one_do_not_add_up_to_a_hundredth_of_the_steps(
@@ -161,8 +161,8 @@ def test_lone_long_prompt_loses_little_to_the_bound() -> None:
 @pytest.mark.parametrize(
     ("make_kv", "max_step_s"),
     [
-        (hybrid, 0.2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((all_gpu, None), (all_gpu, 0.2), (hybrid, None))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((hybrid, 0.2), (all_gpu, None), (all_gpu, 0.2))),
+        (hybrid, None),
     ],
 )
 def test_flood_of_short_prompts_does_not_starve_a_long_one(make_kv: object, max_step_s: float | None) -> None:

@@ -458,6 +458,7 @@ def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixt
     )
 
 
+@pytest.mark.slow
 def test_plan_for_the_gpu_here_measures_cpu_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ class UnwillingEngine(BatchEngine):
         raise ConfigError("max_model_len=5 is too small")
 
 
+@pytest.mark.slow
 def test_command_with_one_engine_needs_no_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,6 +269,7 @@ def test_sigterm_beyond_the_limit_aborts_with_a_last_event(long_model: Path, tmp
         half.close()
 
 
+@pytest.mark.slow
 def test_second_signal_ends_at_once(long_model: Path, tmp_path: Path) -> None:
     with server_process(long_model, tmp_path / "log") as server, clients() as pool:
         started = start_load(server, pool, **ENDLESS)
