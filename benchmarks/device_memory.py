@@ -26,7 +26,7 @@ from benchmarks.common import random_prompt
 from benchmarks.reporting import report, versions
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan import CapacityPlan, make_plan
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine
 from nanovllm.sampling_params import MAX_LOGPROBS
@@ -99,7 +99,7 @@ def engine_options(case: dict[str, Any], gpu_bytes: int, others_bytes: int = 0) 
 
 def planned(options: dict[str, Any]) -> CapacityPlan:
     config = Config(**options)
-    return make_plan(config, ModelConfig.without_weights(config.model), find_machine(config))
+    return make_plan(config, config_without_weights(config.model), find_machine(config))
 
 
 def serve(llm: LLM, num_short_prompts: int) -> None:

@@ -19,7 +19,7 @@ from nanovllm.capacity.plan import (
     least_gpu_blocks,
     make_plan,
 )
-from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import (
     FP8_CAPABILITIES,
     HEAD_QUANTIZATIONS,
@@ -27,6 +27,7 @@ from nanovllm.checkpoint.quantization import (
     Quantization,
     can_multiply_fp8,
 )
+from nanovllm.checkpoint.rope import rope_extension
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, num_blocks_for, num_watermark_blocks

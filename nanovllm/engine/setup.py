@@ -19,6 +19,7 @@ from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import CHECKPOINT_FORMATS
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.compat import ENGINE, translated
 from nanovllm.config import Config
 from nanovllm.device.devices import installed_gpu, memory_in_use, resolve_device
@@ -88,7 +89,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     given = translated(given, {each.name for each in fields(Config)} - {"model"}, ENGINE, ConfigError, "LLM")
     stored_format = given.pop("quantization") if given.get("quantization") in CHECKPOINT_FORMATS else None
     config = Config(model=model_path(str(model)), **given)
-    stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
+    stored, directory = load_config(config.model, config.hf_overrides)
     if stored_format is not None:
         stored.check_format(stored_format)
     device = resolve_device(config)

@@ -24,7 +24,7 @@ from nanovllm.capacity.fit import USUAL_CONTEXT, choose, fits
 from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import check_tokenizer
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights, load_config
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.cache import add_cache_command
 from nanovllm.entrypoints.cli.console import (
@@ -232,7 +232,7 @@ def _plan(args: argparse.Namespace) -> int:
         found = fits(machine, models, config.quantization, options.context)
         print(fit_table(machine, found, config.quantization, options.context))
         return 0 if found else 1
-    stored = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
+    stored = config_without_weights(model_path(config.model), config.hf_overrides)
     plan, status, context, num_sequences = None, 1, options.context, options.sequences
     text = ""
     try:
@@ -290,7 +290,7 @@ def _context_for(model: str, text: str, hf_overrides: Mapping[str, Any] | None) 
     """Return the context for this text and an answer."""
     from nanovllm.text.frontend import TextFrontend
 
-    config, directory = ModelConfig.from_pretrained(model_path(model), hf_overrides)
+    config, directory = load_config(model_path(model), hf_overrides)
     return len(TextFrontend(config, directory).encode_prompt(text)) + ANSWER_ROOM
 
 
