@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.checkpoint.architectures import Architecture
 from nanovllm.checkpoint.model_config import HEAD_DIMS, ExpertsConfig, RecurrentConfig, RopeConfig, WindowConfig
-from nanovllm.checkpoint.rope import read_entry
+from nanovllm.checkpoint.rope import read_rope_entry
 from nanovllm.checkpoint.settings import MAX_POSITIONS, check_settings
 from nanovllm.errors import CheckpointError
 
@@ -122,7 +122,7 @@ def read_window(settings: Mapping[str, Any], rope: RopeConfig, scale: float | No
         )
     if "rope_local_base_freq" in settings:
         given = settings.get("window_rope_parameters") or {}
-        rope = read_entry(given, {"rope_theta": settings["rope_local_base_freq"]}, settings, is_partial=False)
+        rope = read_rope_entry(given, {"rope_theta": settings["rope_local_base_freq"]}, settings, is_partial=False)
     num_kv_heads, head_dim = _num_heads(settings)[1], _head_dim(settings)
     return WindowConfig(
         num_kv_heads=num_kv_heads,

@@ -35,10 +35,10 @@ def read_rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeCo
         )
     entry = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     outside = {name: settings.get(name) for name in KEPT_ROPE_KEYS}
-    return read_entry(entry, outside, settings, is_partial=architecture.is_hybrid)
+    return read_rope_entry(entry, outside, settings, is_partial=architecture.is_hybrid)
 
 
-def read_entry(
+def read_rope_entry(
     entry: Mapping[str, Any], outside: Mapping[str, Any], settings: Mapping[str, Any], *, is_partial: bool
 ) -> RopeConfig:
     """Read the entry of a rope and keys that are outside the entry. is_partial: the rope may rotate a part of each

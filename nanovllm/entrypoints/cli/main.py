@@ -28,6 +28,7 @@ from nanovllm.checkpoint.read_config import config_without_weights, load_config
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.cache import add_cache_command
 from nanovllm.entrypoints.cli.console import (
+    chat_request,
     choose_sampling,
     drop_closed_stdout,
     escape_unencodable_output,
@@ -197,7 +198,7 @@ def _generate(args: argparse.Namespace) -> int:
         params = choose_sampling(llm, sampling, in_chat=in_chat)
         if in_chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
-            prompt = llm.chat_token_ids([*system, {"role": "user", "content": prompt}])[0]
+            prompt, params = chat_request(llm, [*system, {"role": "user", "content": prompt}], params)
         outputs = [stream_answer(llm, prompt, params)] if params.n == 1 else print_answers(llm, prompt, params)
     for output in outputs:
         print(summary(output), file=sys.stderr)
