@@ -25,7 +25,8 @@ import torch
 from benchmarks.common import random_prompt
 from benchmarks.reporting import report, versions
 from nanovllm import LLM, SamplingParams
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine

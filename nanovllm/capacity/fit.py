@@ -17,7 +17,8 @@ from typing import Any
 
 from nanovllm.capacity.costs import num_prefill_loaded_blocks, prefill_expert_bytes, prefill_flop
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import CapacityPlan, least, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan, least
 from nanovllm.capacity.plan_check import HEAD_FORMAT, can_work, fp8_problem
 from nanovllm.checkpoint.architectures import ARCHITECTURES
 from nanovllm.checkpoint.files import presets

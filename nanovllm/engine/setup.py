@@ -15,7 +15,8 @@ from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capacity.fit import choose, fit_remedy
 from nanovllm.capacity.machine import Machine, available_host_bytes
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import CHECKPOINT_FORMATS

@@ -10,7 +10,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM
 from nanovllm.capacity.fit import ChosenOptions, choose, fit_remedy
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.engine.setup import prepare

@@ -11,14 +11,9 @@ from nanovllm.capacity import costs
 from nanovllm.capacity.division import divide_memory
 from nanovllm.capacity.fit import expert_prefill_tok_per_s, fits, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import (
-    HOST_RESERVE_BYTES,
-    NUM_PLACED_SEQS,
-    PLACEMENT_RESERVE_BYTES,
-    CapacityPlan,
-    make_plan,
-    plan_summary,
-)
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.placement import NUM_PLACED_SEQS, PLACEMENT_RESERVE_BYTES
+from nanovllm.capacity.plan import HOST_RESERVE_BYTES, CapacityPlan, plan_summary
 from nanovllm.capacity.plan_check import check_plan, check_start
 from nanovllm.checkpoint.gguf import TYPES
 from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization

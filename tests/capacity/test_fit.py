@@ -14,7 +14,8 @@ from tiny_models import write_tiny_model
 
 from nanovllm.capacity.fit import CONTEXTS, SETTINGS, _Wish, each_fit, fits, is_resident
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig

@@ -23,7 +23,8 @@ from nanovllm.capacity.costs import (
 )
 from nanovllm.capacity.fit import first_token_s, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.checkpoint.read_config import config_without_weights, load_config

@@ -11,7 +11,8 @@ from tiers import RUNS_ALL
 
 from nanovllm.capacity.fit import first_token_s
 from nanovllm.capacity.machine import GPUS, Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
 from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization

@@ -8,7 +8,8 @@ import pytest
 from nanovllm.capacity import costs
 from nanovllm.capacity.fit import fits
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_plan, check_start
 from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization
 from nanovllm.checkpoint.read_config import config_without_weights

@@ -24,7 +24,7 @@ from tiny_engines import KINDS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.device.devices import memory_remedy

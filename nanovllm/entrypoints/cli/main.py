@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
 from nanovllm.capacity.fit import USUAL_CONTEXT, choose, fits
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import check_tokenizer
 from nanovllm.checkpoint.read_config import config_without_weights, load_config

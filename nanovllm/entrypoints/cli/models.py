@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.capacity.fit import CONTEXTS, each_fit
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import fetch_weights, find_model, presets, weight_files
 from nanovllm.checkpoint.gguf import is_gguf

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config

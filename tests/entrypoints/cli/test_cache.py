@@ -11,7 +11,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.disk.disk_moves import DISK_HEADER_BYTES, document_disk_bytes
 from nanovllm.capabilities.disk.store import list_extents
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
