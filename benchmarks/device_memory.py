@@ -6,7 +6,7 @@ when CUDA has started, when the engine is ready, and after the engine has served
 tokens, or the longest that fits, then two such prompts together, then one whose tokens are scored, then many short
 prompts, all sampled with filters. The plan is made before the engine starts, in the same way as by `nanovllm plan`.
 
-nanovllm/capacity/costs.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
+nanovllm/capacity/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
 anything is loaded. `unreserved_bytes` minus the context is graphs and kernels loaded later; the case `no-graphs` runs
 without graphs. `reserved_bytes` minus `allocated_peak_bytes` is the allocator's waste.
 """

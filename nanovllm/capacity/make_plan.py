@@ -7,8 +7,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from functools import partial
 
-from nanovllm.capacity import costs
-from nanovllm.capacity.costs import device_memory
+from nanovllm.capacity.device_memory import device_memory, step_bytes
 from nanovllm.capacity.division import NO_SHADOW, auto_shadows, divide_memory, kept_blocks, wants_shadow
 from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.placement import place_weights
@@ -264,13 +263,13 @@ def _room(
     most = max_sampled_rows(config, useful)  # the other needs grow with the number of blocks up to this number
     with_most = device_memory(config, model, machine, spec, limit, most)
 
-    def step_bytes(num_blocks: int) -> int:
-        return sum(costs.step_bytes(config, model, machine, spec, limit, num_blocks).values())
+    def of_step(num_blocks: int) -> int:
+        return sum(step_bytes(config, model, machine, spec, limit, num_blocks).values())
 
-    fixed_bytes = with_most.total_bytes - with_most.kv_bytes - step_bytes(most)
+    fixed_bytes = with_most.total_bytes - with_most.kv_bytes - of_step(most)
 
     def other_bytes(num_blocks: int) -> int:
-        return fixed_bytes + step_bytes(num_blocks)
+        return fixed_bytes + of_step(num_blocks)
 
     num_fitting = min(useful, (room - other_bytes(most)) // block_bytes)
     if num_fitting < most:

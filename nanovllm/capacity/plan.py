@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from nanovllm.capacity import costs
-from nanovllm.capacity.costs import DeviceMemory, device_memory
+from nanovllm.capacity.device_memory import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config

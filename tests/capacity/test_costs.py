@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from nanovllm.capacity import costs as parts
-from nanovllm.capacity.costs import DeviceMemory, device_memory
+from nanovllm.capacity.device_memory import (
+    GRAPH_LAYER_BYTES,
+    GRAPH_POOL_BYTES,
+    NCCL_BYTES,
+    DeviceMemory,
+    device_memory,
+)
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.gguf import TYPES
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -53,7 +59,7 @@ def test_memory_of_readmes_example_by_hand() -> None:
         4 + 3 + 10
     )  # 1, 2, 4, 8 sequences; 1, 4, 8 in pieces; 64 to 1024 tokens of chunks beside 4 or 8 answers
     in_layer = (1024 + 3 * 8) * (4 * 2 * 1024 + (6 * 2 * 128 + 12) * 16 + 4 * 128)  # 16 heads of 128, in 3 pools
-    assert got.graph_bytes == num_graphs * 28 * parts.GRAPH_LAYER_BYTES + 4 * parts.GRAPH_POOL_BYTES + in_layer
+    assert got.graph_bytes == num_graphs * 28 * GRAPH_LAYER_BYTES + 4 * GRAPH_POOL_BYTES + in_layer
     assert got.total_bytes == got.exact_bytes + got.estimated_bytes
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
 
@@ -246,7 +252,7 @@ def test_memory_each_option_changes_its_parts() -> None:
     assert on_cpu.graph_bytes == on_cpu.logits_bytes == on_cpu.context_bytes == on_cpu.workspace_bytes == 0
     assert 0 < on_cpu.activation_bytes < plain.activation_bytes
     assert two.weight_bytes == plain.weight_bytes // 2 and two.kv_bytes == plain.kv_bytes // 2
-    assert two.context_bytes == plain.context_bytes + parts.NCCL_BYTES
+    assert two.context_bytes == plain.context_bytes + NCCL_BYTES
     assert two.logits_bytes == plain.logits_bytes  # every rank gathers them all
     for is_offload in (True, False):  # with speculation: more graphs, and 16 rows instead of 8
         off, on = (memory(speculation=name, enable_cpu_offload=is_offload) for name in ("off", "prompt_lookup"))

@@ -8,6 +8,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 from nanovllm.capacity import costs
+from nanovllm.capacity.device_memory import GRAPH_LAYER_BYTES, GRAPH_POOL_BYTES
 from nanovllm.capacity.division import divide_memory
 from nanovllm.capacity.fit import expert_prefill_tok_per_s, fits, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
@@ -142,7 +143,7 @@ def test_graphs_have_at_most_64_rows_and_no_chunks() -> None:
     assert outside.memory.logits_bytes == MAX_CPU_EXPERT_ROWS * 151_936 * 2
     # 1, 2, 4, multiples of 8 up to 64
     of_row = 4 * 2 * 128 * 32 + 4 * 2 * 2048
-    assert outside.memory.graph_bytes - 11 * 48 * costs.GRAPH_LAYER_BYTES - costs.GRAPH_POOL_BYTES < 64 * 16 * of_row
+    assert outside.memory.graph_bytes - 11 * 48 * GRAPH_LAYER_BYTES - GRAPH_POOL_BYTES < 64 * 16 * of_row
     assert inside.memory.graph_bytes > 2 * outside.memory.graph_bytes
     assert inside.memory.activation_bytes == outside.memory.activation_bytes  # longer steps run without graphs
 
