@@ -1,8 +1,8 @@
 """load_config: a checkpoint's config.json, or the metadata of its GGUF file, as a ModelConfig.
 
-This module, layer_config.py for the layers, rope.py for the rope and quantization.py for the quantization own the list
-of supported settings, with the defaults of transformers (architectures.py). Other settings raise CheckpointError here,
-and no later code checks them. Importing this module loads neither torch nor transformers.
+This module, layer_config.py for the layers, rope.py for the rope and quantization_config.py own the list of supported
+settings, with the defaults of transformers (architectures.py). Other settings raise CheckpointError here, and no later
+code checks them. Importing this module loads neither torch nor transformers.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ from nanovllm.checkpoint.layer_config import (
     read_window,
 )
 from nanovllm.checkpoint.model_config import DTYPES, ModelConfig
-from nanovllm.checkpoint.quantization import gguf_quantization, parse_quantization
+from nanovllm.checkpoint.quantization import gguf_quantization
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.checkpoint.rope import read_rope
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,

@@ -24,7 +24,7 @@ from typing import Any
 from nanovllm.checkpoint.files import read_json
 from nanovllm.checkpoint.gguf import is_gguf, read_model
 from nanovllm.checkpoint.gguf_config import generation_settings
-from nanovllm.checkpoint.quantization import parse_quantization
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import ModelLimit, SamplingParams
 

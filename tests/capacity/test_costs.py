@@ -20,14 +20,8 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.gguf import TYPES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
-from nanovllm.checkpoint.quantization import (
-    BLOCK_TYPES,
-    QUANTIZATIONS,
-    GGUFLayer,
-    Quantization,
-    gguf_quantization,
-    parse_quantization,
-)
+from nanovllm.checkpoint.quantization import BLOCK_TYPES, QUANTIZATIONS, GGUFLayer, Quantization, gguf_quantization
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.plan.kv_spec import kv_cache_spec

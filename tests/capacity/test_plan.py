@@ -26,7 +26,8 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_start
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.checkpoint.read_config import config_without_weights, load_config
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device import kernel_target

@@ -15,7 +15,8 @@ from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
 from nanovllm.checkpoint.model_layout import model_layout
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.planner import PlanOptions, plan_table

@@ -19,7 +19,8 @@ from tiny_models import EXPERTS, reference_model, write_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import prepare
