@@ -353,7 +353,7 @@ class LLM:
         num_shadow_pages             KV blocks that the shadow has room for; absent without a shadow
         num_used_shadow_pages        KV blocks in the shadow; absent without a shadow
 
-        With recurrent layers:
+        With recurrent layers or windows:
         num_state_slots              states that the GPU has room for
         num_snapshots                states that CPU memory has room for
         num_used_snapshots           states in CPU memory, for prompts with a common prefix and preempted sequences

@@ -16,7 +16,7 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
 from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
-from nanovllm.plan.step_limits import MAX_CPU_EXPERT_ROWS
+from nanovllm.plan.step_limits import MAX_CPU_EXPERT_ROWS, MIN_UNPACKED_PAIRS, UNPACKED_EXPERT_BYTES
 from nanovllm.utils.arithmetic import ceil_div
 
 NUM_EXPERT_BUFFERS = 2  # experts of a layer arrive in one while the GPU computes with the other
@@ -340,7 +340,10 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
     if model.experts is not None:
         features = 3 * model.experts.intermediate_size // tp
         mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
-        routed = num_in_mlp * model.experts.num_experts_per_token * size * (features + model.hidden_size)
+        num_pairs = num_in_mlp * model.experts.num_experts_per_token
+        routed = num_pairs * size * (features + model.hidden_size)
+        if model.quantization is not None and num_pairs >= MIN_UNPACKED_PAIRS * model.experts.num_experts:
+            routed += UNPACKED_EXPERT_BYTES
         routed += 2 * num_in_mlp * size * model.hidden_size if model.gemma is not None else 0
     hidden = num_tokens * (size * 4 * model.hidden_size + 4 * model.head_dim)
     return hidden + max(num_tokens * attention, num_in_mlp * mlp) + routed
@@ -364,11 +367,10 @@ def prefill_flop(
     GPUs do twice as many in a second. Without a `capability`, the GPU has all products in fp8.
 
     The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, of T * W - W^2 / 2 in
-    attention with a window W, in each recurrent layer 3
-    products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
-    The last layer computes K and V for all tokens, but everything else only for the last token, which is not counted.
-    With a draft head, the last layer computes everything for all tokens, and the draft head computes only its joined
-    inputs, K and V for all tokens.
+    attention with a window W, in each recurrent layer 3 products of a token with the matrix of each head, which is
+    read, updated and read again, and one row of the head. The last layer computes K and V for all tokens, but
+    everything else only for the last token, which is not counted. With a draft head, the last layer computes everything
+    for all tokens, and the draft head computes only its joined inputs, K and V for all tokens.
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
@@ -406,8 +408,8 @@ def decode_bytes(
 ) -> float:
     """Return the bytes that one step reads from GPU memory: every weight that the step uses, except the embedding, and
     all keys and values, once each, but in layers with a window only the keys that the window shows. Quantized weights
-    are read packed. States of recurrent layers are read and written. A draft head runs
-    once. Experts in CPU memory are not counted, because the CPU reads them.
+    are read packed. States of recurrent layers are read and written. A draft head runs once. Experts in CPU memory are
+    not counted, because the CPU reads them.
 
     num_keys: the number of keys of all sequences together.
     """

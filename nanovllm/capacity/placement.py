@@ -18,7 +18,7 @@ from nanovllm.utils.arithmetic import ceil_div
 # With experts in CPU memory: left free on the GPU for what the estimates miss, so that the KV that the plan has room
 # for fits
 PLACEMENT_RESERVE_BYTES = 256 * 2**20
-NUM_PLACED_SEQS = 8  # sequences whose recurrent states take precedence over experts on the GPU
+NUM_PLACED_SEQS = 8  # sequences whose states take precedence over experts on the GPU
 
 PlanOf: TypeAlias = Callable[[ModelConfig, Machine], CapacityPlan]  # a plan with all weights where the model has them
 

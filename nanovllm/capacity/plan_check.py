@@ -233,7 +233,7 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
         "the slots": f"each needs a slot, and the {plan.num_gpu_blocks} slots allow",
         "the CPU pool": f"the CPU pool's {plan.num_cpu_blocks} blocks allow",
         "the KV cache": f"the {plan.num_gpu_blocks} blocks on the GPU allow",
-        "the state slots": "the room for states of recurrent layers allows",
+        "the state slots": "the room for states of sequences allows",
     }[capacity.limit]
     num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"

@@ -202,7 +202,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
 
 
 def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int:
-    """Return the most sequences that run together. With recurrent layers, each sequence needs a state slot."""
+    """Return the most sequences that run together. If sequences have states, each needs a state slot."""
     if not spec.has_states:
         return config.max_num_seqs
     return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))

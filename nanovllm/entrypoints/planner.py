@@ -123,7 +123,7 @@ class PlanOptions:
 
 
 def disk_states(plan: CapacityPlan) -> int:
-    """Return the number of states of recurrent layers on disk for a document of `context` tokens."""
+    """Return the number of states on disk for a document of `context` tokens."""
     return num_document_states(plan.context, _prefix_tokens(plan)) if plan.spec.has_states else 0
 
 

@@ -240,7 +240,7 @@ class Experts(nn.Module):
 
         chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
         if experts.numel() > MAX_SINGLE_PAIRS:
-            chosen = {"routing": kernels.route(experts, self.num_experts)}
+            chosen = {"routing": kernels.route(experts, self.num_experts, weight=packed(self.weights[0]))}
         gate_up_bias, down_bias = (None, None) if biases is None else biases
         if isinstance(self.gate_up, StackedWeight):
             gates_and_ups = x.new_empty(experts.numel(), 2 * self.local_size)

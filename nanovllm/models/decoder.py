@@ -1,5 +1,5 @@
-"""The decoder that all supported architectures share: embedding, layers of attention or of a recurrent kind, each with
-a gated or sparse MLP, head.
+"""The decoder that all supported architectures share: embedding, layers of attention to all keys or to a window, or of
+a recurrent kind, each with a gated or sparse MLP, head. Gemma's layers are in gemma.py.
 
 Every rank runs the decoder on the rank's heads and features. The argument `attn` attends to the step's keys.
 Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.

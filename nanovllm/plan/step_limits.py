@@ -19,6 +19,9 @@ def max_model_len(config: Config, model: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
+# On large GPUs, experts in GGUF's blocks that have as many tokens each, on average, are unpacked before they are
+# multiplied, as many experts at a time as take these bytes (kernels/packed_linear.py)
+MIN_UNPACKED_PAIRS, UNPACKED_EXPERT_BYTES = 512, 128 * 2**20
 MAX_CPU_EXPERT_ROWS = 64  # most tokens of a step for which the CPU computes experts; in longer steps the GPU does
 
 

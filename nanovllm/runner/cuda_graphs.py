@@ -219,8 +219,8 @@ class MixedGraphs(GraphKind[MixedSize]):
     """Steps in which answers run concurrently with short chunks of prompts, from token ids to hidden states.
 
     Launched kernel by kernel, such a step costs the host 0.7 ms per layer, many times what the GPU needs for a short
-    chunk. All keys of the step must be on the GPU, and all layers must be attention. Logits and sampling follow outside
-    of the graph, because only some of the tokens are sampled from.
+    chunk. All keys of the step must be on the GPU, and all layers must attend to all keys. Logits and sampling follow
+    outside of the graph, because only some of the tokens are sampled from.
 
     The tokens of a step are packed as usual, followed by padding. Sequences with a single token come first: they are
     the step's *rows*, and the decode kernel attends to them. The later sequences are the step's *chunks*, which the

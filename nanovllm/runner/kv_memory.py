@@ -52,7 +52,7 @@ class StepBatches(NamedTuple):
 
 
 def _no_layer_memory(layer: int) -> LayerStates:
-    raise AssertionError("a layer of the model is recurrent, and no companion has its memory")
+    raise AssertionError("a layer of the model does not attend to all keys, and no companion has its memory")
 
 
 class PagedAttention:
@@ -290,8 +290,8 @@ class KVMemory:
         return tuple(padding for companion in self.companions for padding in companion.paddings)
 
     def layer_memory(self, given: CompanionColumns | None) -> LayerMemoryOf:
-        """Return the memory of layers that are not attention in a step. `given`: the columns of all companions, or None
-        if all layers are attention.
+        """Return the memory, in a step, of layers that do not attend to all keys. `given`: the columns of all
+        companions, or None if all layers attend to all keys.
         """
         if given is None:
             return _no_layer_memory

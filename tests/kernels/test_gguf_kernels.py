@@ -21,7 +21,7 @@ from tiny_models import write_tiny_model
 from nanovllm.checkpoint.quantization import BLOCK_TYPES, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import linear, moe
-from nanovllm.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, StackedWeight
+from nanovllm.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, StackedWeight, act_and_mul
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
 from nanovllm.models.gguf_values import dequantize, random_blocks, select_columns
 
@@ -217,6 +217,31 @@ def test_products_with_the_chosen_experts(device: str, name: str) -> None:
     sums = torch.einsum("mck,mcnk,mc->mn", pairs.double().view(4, -1, size), by_expert[experts], factors.double())
     got = kernels.sum_of_experts(pairs, packed(weight), experts, num_experts, factors)
     assert_close(got, pairs, values, sums)
+
+
+@on_device
+def test_products_with_experts_that_are_unpacked_in_groups(device: str) -> None:
+    """Groups of two experts of five, with biases, factors and a gate. With enough pairs `products` does it itself."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    num_experts, num_rows, num_chosen, size = (5, 6, 2, 96) if INTERPRETED else (5, 640, 2, 2880)
+    num_tokens = 9 if INTERPRETED else 512 * num_experts // num_chosen
+    weight, values = block_weight("MXFP4", random_rows("MXFP4", num_experts * num_rows, size), device)
+    by_expert, bias = values.view(num_experts, num_rows, size), torch.randn(num_experts, num_rows, device=device)
+    bias, x = bias.to(DTYPE), torch.randn(num_tokens, size, device=device).to(DTYPE)
+    experts = torch.rand(num_tokens, num_experts, device=device).argsort(1)[:, :num_chosen].contiguous()
+    factors, routing = torch.rand(num_tokens * num_chosen, device=device), kernels.route(experts, num_experts, 128)
+    exact = torch.stack([F.linear(x.double(), each, own) for each, own in zip(by_expert, bias.double(), strict=True)])
+    exact = exact[experts.flatten(), torch.arange(num_tokens, device=device).repeat_interleave(num_chosen)]
+    max_bytes, out = 2 * num_rows * size * DTYPE.itemsize, torch.empty(exact.shape, dtype=DTYPE, device=device)
+    options = {"factors": factors}
+    kernels.unpacked_products(x, packed(weight), bias, routing, out, max_bytes, **options)
+    assert_close(out, x, values, exact * factors[:, None].double())
+    assert INTERPRETED or torch.equal(kernels.products(x, packed(weight), bias, routing=routing, **options), out)
+    gated = {"gated": True, "activation": "clamped_swiglu"}
+    out = kernels.unpacked_products(x, packed(weight), bias, routing, out[:, : num_rows // 2].contiguous(), **gated)
+    expected = act_and_mul(exact.to(DTYPE).cpu(), "clamped_swiglu").to(device)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.05)
 
 
 @on_device

@@ -28,7 +28,7 @@ def test_recipes_serve_the_model_that_was_planned_with_the_same_options() -> Non
     plans, serves = [parsed(found[1]) for found in RECIPE.finditer(TEXT)], [*map(parsed, SERVE.findall(TEXT))]
     assert len(plans) == len(serves) >= 5
     for plan, serve in zip(plans, serves, strict=True):
-        assert serve.model.partition("/")[2].lower().replace("-instruct", "") == plan.model
+        assert re.sub("-(instruct|it)\\b", "", serve.model.partition("/")[2].lower()) == plan.model
         assert given_fields(plan, Config) == given_fields(serve, Config)
 
 

@@ -5,8 +5,8 @@ cryptographic hash of the cache salt and of all tokens up to the extent's end, s
 Engines with different block sizes, with and without offload, share extents. For this reason an extent has 256 tokens,
 which divides every block size, and a key does not depend on the block size.
 
-The state of the recurrent layers after a prefix is another kind of extent. Its key is the key of the last K and V
-extent of the prefix, except for the last byte, which encodes the kind.
+The state of a sequence after a prefix, of its recurrent layers or the keys in its windows, is another kind of extent.
+Its key is the key of the last K and V extent of the prefix, except for the last byte, which encodes the kind.
 """
 
 from collections.abc import Callable
@@ -135,8 +135,8 @@ def num_document_states(num_tokens: int, grain: int = DISK_GRAIN_TOKENS) -> int:
 def document_disk_bytes(num_tokens: int, token_bytes: int, state_bytes: int = 0, grain: int = DISK_GRAIN_TOKENS) -> int:
     """Return the size of a document's files. Tokens that do not fill an extent are not stored.
 
-    token_bytes: size of the K and V of a token. state_bytes: size of a state, or 0 if no layer is recurrent. If layers
-    are recurrent, tokens after the last state are not stored.
+    token_bytes: size of the K and V of a token. state_bytes: size of a state, or 0 if sequences have no states. If they
+    have, tokens after the last state are not stored.
     """
     num_states = 0
     if state_bytes:

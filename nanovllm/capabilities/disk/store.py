@@ -1,4 +1,4 @@
-"""DiskStore: extents, of KV and of recurrent states, as files, shared by any number of processes.
+"""DiskStore: extents, of KV and of states of sequences, as files, shared by any number of processes.
 
     PATH/lock                        locked while files are added or removed; contains the number of bytes in use
     PATH/<fingerprint>/model.json    the data that the fingerprint is a hash of

@@ -2,7 +2,7 @@
 
 The tier runs on rank 0 in the engine's thread, and works on integers and keys only. The DiskWorkers of all ranks move
 the bytes (worker.py). Invariants:
-- A prompt is written once it has been computed, and an answer when it ends. With recurrent layers, extents after the
+- A prompt is written once it has been computed, and an answer when it ends. If sequences have states, extents after the
   last saved state are not written, because a prefix hit ends at a state and cannot use them.
 - A load fills free blocks, which then enter the prefix index like the blocks of a computed prompt. The sequence waits
   for its load and is then admitted with a hit. Other sequences run meanwhile.
@@ -82,7 +82,7 @@ class _PrefixLoad:
     start: int  # the first token to read, or `end` if only the state is read
     end: int
     keys: tuple[bytes, ...]  # of the extents to load
-    snapshot: int  # place for the state, or -1 if no layer is recurrent
+    snapshot: int  # place for the state, or -1 if sequences have no states
     num_loaded: int  # number of loaded extents when the tier last looked
     arrived_s: float  # time at which the newest extent arrived or the load began
 

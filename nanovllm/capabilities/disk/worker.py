@@ -2,12 +2,12 @@
 
 Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
 
-The payload of an extent is either K in all layers followed by V in all layers, [2, L, G, K, D], or a state of the
-recurrent layers: the inputs of the convolution followed by the matrices. Each reading thread has a separate buffer for
-one payload. A reading thread reads a file into its buffer, and copies the payload to its place only after the whole
-file has been read and checked. So a disk that hangs blocks buffers, but no KV block: a load that is given up ends at
-once, and its blocks can be reused. Extents are written directly from a cache in CPU memory, and through a buffer from a
-cache on the GPU. Buffers are pinned if the cache is on a GPU. States are always in CPU memory.
+The payload of an extent is either K in all layers followed by V in all layers, [2, L, G, K, D], or a state of a
+sequence: the stored parts of a snapshot, one after another (CompanionMemory.stored_parts). Each reading thread has a
+separate buffer for one payload. A reading thread reads a file into its buffer, and copies the payload to its place only
+after the whole file has been read and checked. So a disk that hangs blocks buffers, but no KV block: a load that is
+given up ends at once, and its blocks can be reused. Extents are written directly from a cache in CPU memory, and
+through a buffer from a cache on the GPU. Buffers are pinned if the cache is on a GPU. States are always in CPU memory.
 
 Between a buffer and the GPU, each layer is a separate copy of contiguous bytes. The driver refuses a single copy of all
 layers (copy_rows in device/cuda.py) for a cache in torch's expandable segments.
@@ -88,8 +88,8 @@ class KVPool:
         device: torch.device | None = None,
     ) -> None:
         """needs_buffers: True to write extents through a buffer, or None to do so if the caches are on a GPU.
-        snapshots: the parts of all snapshots, in CPU memory, or () if no layer is recurrent. device: the rank's device,
-        or None for the device of the caches.
+        snapshots: the parts of all snapshots, in CPU memory, or () if sequences have no states. device: the rank's
+        device, or None for the device of the caches.
         """
         self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
         self.state_bytes = sum(part[0].nbytes for part in snapshots)
