@@ -12,7 +12,7 @@ from typing import Any
 from bench import NUM_DECODED, NUM_REQUESTS, requests
 from benchmarks.common import add_model_arguments, model_of_length, random_prompt
 from benchmarks.reporting import Samples, report, run_options, versions
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 
 
 class VLLM:
@@ -87,7 +87,7 @@ def main() -> None:
     )
     del result["backend"]  # the field names one of our backends
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
-    vocab_size = ModelConfig.from_pretrained(args.model)[0].vocab_size
+    vocab_size = load_config(args.model)[0].vocab_size
     if args.long:
         result |= bench_long(llm, vocab_size, args.max_model_len, args.runs)
     else:

@@ -31,6 +31,7 @@ from nanovllm.capabilities.disk.store import DiskStore
 from nanovllm.capabilities.disk.tier import DiskBoard
 from nanovllm.capabilities.disk.worker import DiskWorker, KVPool
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.entrypoints.cli.console import decode_tok_per_s, prefill_tok_per_s
 from nanovllm.offload.streams import ImmediateStreams
 from nanovllm.plan.kv_spec import KVCacheSpec
@@ -197,7 +198,7 @@ def main() -> None:
         parser.error(f"{args.path} exists; give a folder that does not")
     result: dict[str, Any] = {"benchmark": "disk", **versions(), **run_options(args), "path": str(args.path)}
     try:
-        config = ModelConfig.without_weights(args.preset)
+        config = config_without_weights(args.preset)
         result |= time_files(args.path / "files", config, int(args.gib * 2**30), args.runs)
         print(
             f"files of {result['num_bytes'] / 2**30:.1f} GiB: written at {result['write_gb_per_s']:.2f} GB/s; plain "

@@ -17,7 +17,7 @@ from benchmarks.reporting import Samples
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity import costs
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.plan.outputs import RequestOutput
 
 NUM_RUNS = 5
@@ -96,7 +96,7 @@ def model_of_length(model: str, max_model_len: int) -> str:
     """
     is_fp8 = model not in presets() and model.removesuffix("-fp8") in presets() and not Path(model).exists()
     preset = model.removesuffix("-fp8") if is_fp8 else model
-    config, directory = ModelConfig.from_pretrained(preset)
+    config, directory = load_config(preset)
     if directory is not None:
         return model
     data = json.loads(presets()[preset].read_text())

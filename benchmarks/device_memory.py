@@ -6,7 +6,7 @@ when CUDA has started, when the engine is ready, and after the engine has served
 tokens, or the longest that fits, then two such prompts together, then one whose tokens are scored, then many short
 prompts, all sampled with filters. The plan is made before the engine starts, in the same way as by `nanovllm plan`.
 
-nanovllm/capacity/costs.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
+nanovllm/capacity/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
 anything is loaded. `unreserved_bytes` minus the context is graphs and kernels loaded later; the case `no-graphs` runs
 without graphs. `reserved_bytes` minus `allocated_peak_bytes` is the allocator's waste.
 """
@@ -25,8 +25,9 @@ import torch
 from benchmarks.common import random_prompt
 from benchmarks.reporting import report, versions
 from nanovllm import LLM, SamplingParams
-from nanovllm.capacity.plan import CapacityPlan, make_plan
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine
 from nanovllm.sampling_params import MAX_LOGPROBS
@@ -99,7 +100,7 @@ def engine_options(case: dict[str, Any], gpu_bytes: int, others_bytes: int = 0) 
 
 def planned(options: dict[str, Any]) -> CapacityPlan:
     config = Config(**options)
-    return make_plan(config, ModelConfig.without_weights(config.model), find_machine(config))
+    return make_plan(config, config_without_weights(config.model), find_machine(config))
 
 
 def serve(llm: LLM, num_short_prompts: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from nanovllm.checkpoint.gguf import TYPES, BlockType
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 
 ALIGNMENT = 32
 CHUNK_VALUES = 2**20
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b", help="a dense preset of Qwen3")
     parser.add_argument("--data", action="store_true", help="write random blocks")
     args = parser.parse_args()
-    write(args.path, ModelConfig.without_weights(args.model), with_data=args.data)
+    write(args.path, config_without_weights(args.model), with_data=args.data)
 
 
 if __name__ == "__main__":

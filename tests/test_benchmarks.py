@@ -20,7 +20,7 @@ import bench_serve
 from benchmarks import gguf_shapes, real_model
 from benchmarks.common import Ceilings
 from nanovllm import LLM, AsyncLLM
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights, load_config
 
 CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)
 UNIT = re.compile(
@@ -87,13 +87,13 @@ def test_bench_serve_small(
 
 
 def test_gguf_shapes_have_a_header_that_can_be_read_and_blocks_that_can_be_loaded(tmp_path: Path) -> None:
-    preset = ModelConfig.without_weights("qwen3-0.6b")
+    preset = config_without_weights("qwen3-0.6b")
     sizes = {"num_layers": 8, "layer_kinds": ("attention",) * 8, "vocab_size": 320, "hidden_size": 256}
     sizes |= {"intermediate_size": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
     config = replace(preset, **sizes)  # type: ignore[arg-type]
     for with_data in (False, True):
         gguf_shapes.write(path := tmp_path / "x.gguf", config, with_data=with_data)
-        found, _ = ModelConfig.from_pretrained(str(path))
+        found, _ = load_config(str(path))
         assert found.quantization is not None and sorted(found.gguf_types) == ["Q4_K", "Q6_K"]
         assert replace(found, quantization=None, gguf_types=(), eos_token_ids=config.eos_token_ids) == config
         for load_format in ("dummy", "auto") if with_data else ("dummy",):

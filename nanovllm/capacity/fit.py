@@ -17,11 +17,14 @@ from typing import Any
 
 from nanovllm.capacity.costs import num_prefill_loaded_blocks, prefill_expert_bytes, prefill_flop
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import CapacityPlan, least, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan, least
 from nanovllm.capacity.plan_check import HEAD_FORMAT, can_work, fp8_problem
+from nanovllm.checkpoint.architectures import ARCHITECTURES
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, WEIGHTS_ALONE
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
@@ -439,7 +442,7 @@ def each_fit(
     if quantization is not None and (problem := fp8_problem(machine, QUANTIZATIONS[quantization])):
         raise ConfigError(problem)
     for name in named or presets():
-        stored = ModelConfig.without_weights(name)
+        stored = config_without_weights(name)
         if quantization is not None and stored.quantization is not None and not named:
             continue
         wish = _Wish(config=Config(model=name), given=(), machine=machine)

@@ -10,16 +10,9 @@ from math import ceil
 
 from nanovllm.capacity.costs import head_problem, order_problem, packing_problem, weight_bytes
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import (
-    HOST_RESERVE_BYTES,
-    MAX_HOST_SHARE,
-    CapacityPlan,
-    experts_summary,
-    heads_problem,
-    least_gpu_blocks,
-    make_plan,
-)
-from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
+from nanovllm.capacity.make_plan import MAX_HOST_SHARE, heads_problem, least_gpu_blocks, make_plan
+from nanovllm.capacity.plan import HOST_RESERVE_BYTES, CapacityPlan, experts_summary
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import (
     FP8_CAPABILITIES,
     HEAD_QUANTIZATIONS,
@@ -27,6 +20,7 @@ from nanovllm.checkpoint.quantization import (
     Quantization,
     can_multiply_fp8,
 )
+from nanovllm.checkpoint.rope import rope_extension
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, num_blocks_for, num_watermark_blocks

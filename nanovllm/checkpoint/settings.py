@@ -24,7 +24,7 @@ from typing import Any
 from nanovllm.checkpoint.files import read_json
 from nanovllm.checkpoint.gguf import is_gguf, read_model
 from nanovllm.checkpoint.gguf_config import generation_settings
-from nanovllm.checkpoint.quantization import parse_quantization
+from nanovllm.checkpoint.quantization_config import parse_quantization
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import ModelLimit, SamplingParams
 
@@ -32,7 +32,7 @@ MAX_POSITIONS = 2**24  # rope computes with positions in fp32, which is exact fo
 _NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 # Entry -> the type, or the minimum and maximum of an integer, or of any number if the limits are floats. Null counts
-# as absent, except for _REQUIRED. `object`: model_config.py checks the entry
+# as absent, except for _REQUIRED. `object`: the reader checks the entry
 _KEPT = {"rope_theta": (2.0, 1e37), "partial_rotary_factor": (1e-6, 1.0)}
 _REQUIRED = {
     "hidden_size": (1, 2**18),
@@ -47,7 +47,7 @@ SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window"),
     *("norm_topk_prob", "attn_output_gate", "mtp_use_dedicated_embeddings", "attention_k_eq_v", "enable_moe_block"),
 )
-ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
+ENTRIES: dict[str, Any] = {  # the entries that read_config.py, layer_config.py and rope.py read
     **_REQUIRED,
     **_KEPT,
     **dict.fromkeys(SWITCHES, bool),
@@ -106,7 +106,7 @@ MROPE_KEYS = {"mrope_section", "mrope_interleaved"}  # pairs that rotate by rows
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
 KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry
-_LAYERS = ("layer_types", "full_attention_interval", "sliding_window_pattern")  # model_config.py compares them
+_LAYERS = ("layer_types", "full_attention_interval", "sliding_window_pattern")  # layer_config.py compares them
 SYNONYMS = (
     ROPE_ENTRIES,
     ("dtype", "torch_dtype"),
@@ -325,7 +325,7 @@ def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
 
     Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. `max_new_tokens`
     is lowered to the tokens that fit in the context (ModelLimit), and `max_length` is not read, as in vLLM. The file's
-    end tokens are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
+    end tokens are not defaults; they belong to the model (read_config.py). Raises CheckpointError, with the file and
     the entry, for a value that SamplingParams refuses.
     """
     if is_gguf(directory):

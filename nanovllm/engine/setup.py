@@ -15,10 +15,12 @@ from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capacity.fit import choose, fit_remedy
 from nanovllm.capacity.machine import Machine, available_host_bytes
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import CHECKPOINT_FORMATS
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.compat import ENGINE, translated
 from nanovllm.config import Config
 from nanovllm.device.devices import installed_gpu, memory_in_use, resolve_device
@@ -88,7 +90,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     given = translated(given, {each.name for each in fields(Config)} - {"model"}, ENGINE, ConfigError, "LLM")
     stored_format = given.pop("quantization") if given.get("quantization") in CHECKPOINT_FORMATS else None
     config = Config(model=model_path(str(model)), **given)
-    stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
+    stored, directory = load_config(config.model, config.hf_overrides)
     if stored_format is not None:
         stored.check_format(stored_format)
     device = resolve_device(config)

@@ -26,7 +26,8 @@ from nanovllm.capabilities.windows.memory import WindowSetup
 from nanovllm.capabilities.windows.places import WindowStates
 from nanovllm.capacity.costs import prefill_flop, token_keys
 from nanovllm.capacity.division import ShadowSize, divide_memory, kept_blocks
-from nanovllm.capacity.plan import experts_summary, make_plan, plan_summary
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import experts_summary, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device.devices import release_failed_start

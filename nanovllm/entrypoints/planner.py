@@ -31,8 +31,9 @@ from nanovllm.capacity.fit import (
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import HEAD_FORMAT
-from nanovllm.checkpoint.model_config import ModelConfig, rope_overrides
 from nanovllm.checkpoint.quantization import KL_ON_SMOLLM2, WEIGHTS_ALONE, can_multiply_fp8
+from nanovllm.checkpoint.read_config import config_without_weights
+from nanovllm.checkpoint.rope import rope_overrides
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import max_stateful_seqs
@@ -423,11 +424,11 @@ def recommended_command(
     """
     best: tuple[tuple[bool, float], str] | None = None
     for name in models:
-        stored = ModelConfig.without_weights(name)
+        stored = config_without_weights(name)
         overrides = None
         if context is not None and context > stored.max_model_len_limit:
             overrides, _ = rope_overrides(stored, context)
-            stored = ModelConfig.without_weights(name, overrides)
+            stored = config_without_weights(name, overrides)
         config = Config(model=name, fit=True, quantization=quantization, hf_overrides=overrides)
         choice = choose(config, {"quantization"}, stored, machine, context=context)
         if choice.plan is None:

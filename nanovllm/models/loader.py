@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import torch
 
+from nanovllm.checkpoint.architectures import ARCHITECTURES
 from nanovllm.checkpoint.gguf import is_gguf
-from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.rope import rope_extension
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 

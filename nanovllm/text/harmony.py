@@ -22,6 +22,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN)
 ANALYSIS = "analysis"
+HARMONY_MARK = f"{CHANNEL}{ANALYSIS}"  # in the templates of models that answer in this format
 FUNCTIONS = "functions."  # precedes the name of a function that the client executes
 MAX_HEADER_CHARS = 300
 WINDOW_CHARS = 1000  # characters that are read at once, so that the time is linear in the length of the text
@@ -125,6 +126,24 @@ class HarmonyScanner:
         num_held = 0 if is_last else max(num_begun(self._held, tag) for tag in ENDS)
         self._take("body", len(self._held) - num_held, found)
         return False
+
+
+class BodyJoiner:
+    """Joins the bodies of an answer's messages: all of the reasoning, and all others, with empty lines in between."""
+
+    def __init__(self) -> None:
+        self._has_begun = {True: False, False: False}  # the reasoning, and the rest
+        self.is_first = True  # no text of the message has been joined
+
+    def begin(self) -> None:
+        """Begin another message."""
+        self.is_first = True
+
+    def join(self, part: MessagePart) -> str:
+        """Return the text that a part of a body adds. Hot."""
+        kind, is_first, self.is_first = is_reasoning(part), self.is_first, False
+        has_begun, self._has_begun[kind] = self._has_begun[kind], True
+        return f"\n\n{part.text}" if is_first and has_begun else part.text
 
 
 def is_reasoning(part: MessagePart) -> bool:

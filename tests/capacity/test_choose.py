@@ -10,8 +10,8 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM
 from nanovllm.capacity.fit import ChosenOptions, choose, fit_remedy
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import make_plan
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.engine.setup import prepare
 
@@ -23,7 +23,7 @@ def chosen(
 ) -> ChosenOptions:
     given = {"fit": None, **given}
     machine = Machine.gpu(host_gib * GIB, find_gpu(gpu))
-    stored = ModelConfig.without_weights(model)
+    stored = config_without_weights(model)
     return choose(Config(model=model, **given), given, stored, machine, least_context=least_context)
 
 
@@ -94,7 +94,7 @@ def test_refusal_names_fit_if_it_chooses_a_format_that_fits() -> None:
     """Regression: only int4 was named, although formats of more bits fit."""
 
     def remedy(name: str, **options: Any) -> str:
-        config, stored = Config(model=name, **options), ModelConfig.without_weights(name)
+        config, stored = Config(model=name, **options), config_without_weights(name)
         return fit_remedy(config, options, stored, Machine.gpu(64 * GIB, find_gpu("RTX 4070")))
 
     for fit in ({}, {"fit": None}):
@@ -112,7 +112,7 @@ def test_choice_puts_experts_into_cpu_memory() -> None:
 
 
 def test_choice_on_a_cpu_and_beyond_the_rope_changes_nothing(tmp_path: Path) -> None:
-    stored = ModelConfig.without_weights("qwen3-8b")
+    stored = config_without_weights("qwen3-8b")
     for fit, machine, length in (
         (True, Machine.cpu(64 * GIB), None),
         (None, Machine.gpu(64 * GIB), 50_000),

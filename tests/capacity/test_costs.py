@@ -9,25 +9,26 @@ import pytest
 import torch
 
 from nanovllm.capacity import costs as parts
-from nanovllm.capacity.costs import DeviceMemory, device_memory
+from nanovllm.capacity.device_memory import (
+    GRAPH_LAYER_BYTES,
+    GRAPH_POOL_BYTES,
+    NCCL_BYTES,
+    DeviceMemory,
+    device_memory,
+)
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.gguf import TYPES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
-from nanovllm.checkpoint.quantization import (
-    BLOCK_TYPES,
-    QUANTIZATIONS,
-    GGUFLayer,
-    Quantization,
-    gguf_quantization,
-    parse_quantization,
-)
+from nanovllm.checkpoint.quantization import BLOCK_TYPES, QUANTIZATIONS, GGUFLayer, Quantization, gguf_quantization
+from nanovllm.checkpoint.quantization_config import parse_quantization
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.plan.kv_spec import kv_cache_spec
 from nanovllm.plan.step_limits import graph_sizes, max_sampled_rows
 
 MIB, GIB = 2**20, 2**30
-MODEL = ModelConfig.without_weights("qwen3-0.6b")
+MODEL = config_without_weights("qwen3-0.6b")
 H200 = Machine.gpu(100 * GIB)
 
 
@@ -52,13 +53,13 @@ def test_memory_of_readmes_example_by_hand() -> None:
         4 + 3 + 10
     )  # 1, 2, 4, 8 sequences; 1, 4, 8 in pieces; 64 to 1024 tokens of chunks beside 4 or 8 answers
     in_layer = (1024 + 3 * 8) * (4 * 2 * 1024 + (6 * 2 * 128 + 12) * 16 + 4 * 128)  # 16 heads of 128, in 3 pools
-    assert got.graph_bytes == num_graphs * 28 * parts.GRAPH_LAYER_BYTES + 4 * parts.GRAPH_POOL_BYTES + in_layer
+    assert got.graph_bytes == num_graphs * 28 * GRAPH_LAYER_BYTES + 4 * GRAPH_POOL_BYTES + in_layer
     assert got.total_bytes == got.exact_bytes + got.estimated_bytes
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
 
 
 def test_of_a_mixture_of_experts_a_step_reads_those_that_are_hit() -> None:
-    model = ModelConfig.without_weights("qwen3-30b-a3b")
+    model = config_without_weights("qwen3-30b-a3b")
     config = Config(model="qwen3-30b-a3b")
     expert, others = 3 * 2048 * 768, 30_532_122_624 - 48 * 128 * 3 * 2048 * 768  # the whole is that of the model card
     assert parts.weight_bytes(config, model, is_packed=True) == 2 * 30_532_122_624
@@ -73,7 +74,7 @@ def test_of_a_mixture_of_experts_a_step_reads_those_that_are_hit() -> None:
 
 def test_weight_bytes_of_packed_formats_by_hand() -> None:
     """Qwen3-8B: 4096 features, 32 and 8 heads of 128, 12,288 in the MLP, 36 layers; all are multiples of 128."""
-    model, config = ModelConfig.without_weights("qwen3-8b"), Config(model="qwen3-8b")
+    model, config = config_without_weights("qwen3-8b"), Config(model="qwen3-8b")
     linear = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
     others = 2 * 151936 * 4096 + 4096 + 36 * (2 * 4096 + 2 * 128)
     formats: tuple[tuple[Quantization | None, float], ...] = (
@@ -95,7 +96,7 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
 
 def test_weight_bytes_of_padded_rows_and_biases_by_hand() -> None:
     """gpt-oss-20b: 2,880 columns are padded to 2,944, and the 1,440 of the down of two ranks to 1,536."""
-    model = ModelConfig.without_weights("gpt-oss-20b")
+    model = config_without_weights("gpt-oss-20b")
     attention = 2880 * 64 * (64 + 2 * 8 + 64) + 64 * (64 + 2 * 8) + 2880 + 64  # biases and sinks
     others = 24 * (attention + 32 * (2881 + 3 * 2880) + 2 * 2880) + 2880 + 2 * 201088 * 2880
     for num_ranks, gate_up, down in ((1, 2944, 2944), (2, 2944, 2 * 1536)):
@@ -107,7 +108,7 @@ def test_weight_bytes_of_padded_rows_and_biases_by_hand() -> None:
 def test_operations_in_fp8_count_as_half_of_one_but_not_those_of_experts() -> None:
     """So no prompt exceeds the plan's bound of prefill, which divides the rate of operations in bf16."""
     for name, share in (("qwen3-8b", 1.0), ("qwen3-30b-a3b", 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128))):
-        model, config = ModelConfig.without_weights(name), Config(model="m")
+        model, config = config_without_weights(name), Config(model="m")
         plain, alone, dynamic = (
             parts.prefill_flop(config, model.quantized(format), 1000) for format in (None, "fp8", "fp8_dynamic")
         )
@@ -123,7 +124,7 @@ def test_operations_in_fp8_count_as_half_only_where_the_gpu_has_them() -> None:
     """Regression: the bound of prompts of a checkpoint in fp8 was twice what an RTX 3090 can do, which multiplies its
     values in bf16.
     """
-    model = ModelConfig.without_weights("qwen3-8b")
+    model = config_without_weights("qwen3-8b")
     plain = parts.prefill_flop(Config(model="m"), model, 1000)
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     for given, dtype, capability, is_half in (
@@ -141,7 +142,7 @@ def test_operations_in_fp8_count_as_half_only_where_the_gpu_has_them() -> None:
 
 def test_packed_weights_of_a_gguf_file_take_at_most_a_twentieth_more_than_the_file() -> None:
     """Of each type, and of types that differ within a stacked weight."""
-    config, model = Config(model="m"), ModelConfig.without_weights("qwen3-8b")
+    config, model = Config(model="m"), config_without_weights("qwen3-8b")
     sizes = {
         name.removesuffix(".weight"): rows * columns
         for name, (rows, columns) in (
@@ -175,7 +176,7 @@ def test_columns_of_ranks_without_whole_blocks_count_in_16_bits() -> None:
     """12,288 columns are 48 blocks of 256, which 32 ranks cannot share; and a rank has no whole blocks of columns that
     are in another order.
     """
-    model, down = ModelConfig.without_weights("qwen3-8b"), "model.layers.0.mlp.down_proj"
+    model, down = config_without_weights("qwen3-8b"), "model.layers.0.mlp.down_proj"
     for num_ranks, has_order, is_packed in ((1, False, True), (1, True, True), (2, False, True), (2, True, False)):
         config = Config(model="m", tensor_parallel_size=num_ranks)
         stored = replace(model, quantization=gguf_quantization([GGUFLayer(down, "Q4_K", has_order)]))
@@ -195,7 +196,7 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
         return parts.weight_bytes(config, replace(model, quantization=quantization), is_packed=True)
 
     more = 2 - (1 / 2 + 4 / 128)  # bytes of a weight that is not quantized
-    model = ModelConfig.without_weights("qwen3-8b")
+    model = config_without_weights("qwen3-8b")
     attention, mlp = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 12288
     o_proj, qkv = 4096 * 4096, attention - 4096 * 4096
     for patterns, num_weights in (
@@ -206,7 +207,7 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
         (["lm_head"], 0),
     ):
         assert num_bytes(model, *patterns) - num_bytes(model) == num_weights * more, patterns
-    model = ModelConfig.without_weights("qwen3.5-35b-a3b")
+    model = config_without_weights("qwen3.5-35b-a3b")
     shared, values = 3 * 2048 * 512, 32 * 128
     attention = 10 * 2048 * (3 * 16 * 256 + 2 * 2 * 256) + 30 * 2048 * (2 * 16 * 128 + 3 * values + 2 * 32)
     for patterns, num_weights in (
@@ -218,7 +219,7 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
 
 
 def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
-    model = ModelConfig.without_weights("qwen3-30b-a3b")
+    model = config_without_weights("qwen3-30b-a3b")
     config, int4 = Config(model="m"), replace(model, quantization=QUANTIZATIONS["int4"])
     assert parts.weight_bytes(config, int4, is_packed=True) == pytest.approx(17.3 * GIB, rel=0.05)
     expert_bytes = 3 * 2048 * 768 * (1 / 2 + 20 / 256)
@@ -245,7 +246,7 @@ def test_memory_each_option_changes_its_parts() -> None:
     assert on_cpu.graph_bytes == on_cpu.logits_bytes == on_cpu.context_bytes == on_cpu.workspace_bytes == 0
     assert 0 < on_cpu.activation_bytes < plain.activation_bytes
     assert two.weight_bytes == plain.weight_bytes // 2 and two.kv_bytes == plain.kv_bytes // 2
-    assert two.context_bytes == plain.context_bytes + parts.NCCL_BYTES
+    assert two.context_bytes == plain.context_bytes + NCCL_BYTES
     assert two.logits_bytes == plain.logits_bytes  # every rank gathers them all
     for is_offload in (True, False):  # with speculation: more graphs, and 16 rows instead of 8
         off, on = (memory(speculation=name, enable_cpu_offload=is_offload) for name in ("off", "prompt_lookup"))
@@ -259,7 +260,7 @@ def test_activation_bytes_of_a_large_mlp_are_shared_by_ranks() -> None:
     """By hand for Qwen3-8B, whose MLP holds more than its attention: 12,288 features against 32 heads of 128. Of 16,384
     tokens attention holds more, since the MLP takes half of them at a time.
     """
-    model, num_tokens = ModelConfig.without_weights("qwen3-8b"), 8192
+    model, num_tokens = config_without_weights("qwen3-8b"), 8192
     for ranks in (1, 2):
         config = Config(model="qwen3-8b", tensor_parallel_size=ranks, max_num_batched_tokens=num_tokens)
         hidden, mlp, rotation = 4 * 2 * 4096, 3 * 2 * 12288 // ranks, 4 * 128
@@ -269,7 +270,7 @@ def test_activation_bytes_of_a_large_mlp_are_shared_by_ranks() -> None:
 def test_activation_bytes_are_what_torch_allocated_on_an_h100() -> None:
     """Peak of the largest steps of a start, beyond what was allocated before them."""
     for name, gib in (("qwen3-8b", 1.267), ("qwen3-0.6b", 0.512)):
-        model = ModelConfig.without_weights(name)
+        model = config_without_weights(name)
         for num_rows in (8, 320):
             got = parts.activation_bytes(Config(model=name), model, 40960, num_rows)
             assert got / GIB == pytest.approx(gib, rel=0.005)
@@ -298,7 +299,7 @@ def test_memory_is_what_engines_held() -> None:
         ("qwen3-8b", {"enable_cpu_offload": True}, 74, 21311.0),
     )
     for model, options, num_gpu_blocks, held_mib in cases:
-        config, shapes = Config(model=model, speculation="off", **options), ModelConfig.without_weights(model)
+        config, shapes = Config(model=model, speculation="off", **options), config_without_weights(model)
         spec, limit = kv_cache_spec(config, shapes, tp_size=1), config.max_model_len or shapes.max_model_len_limit
         got = device_memory(config, shapes, H200, spec, limit, num_gpu_blocks)
         assert got.total_bytes == pytest.approx(held_mib * MIB, rel=0.03)

@@ -8,21 +8,17 @@ import pytest
 from tiny_models import write_tiny_model
 
 from nanovllm.capacity import costs
+from nanovllm.capacity.device_memory import GRAPH_LAYER_BYTES, GRAPH_POOL_BYTES
 from nanovllm.capacity.division import divide_memory
 from nanovllm.capacity.fit import expert_prefill_tok_per_s, fits, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import (
-    HOST_RESERVE_BYTES,
-    NUM_PLACED_SEQS,
-    PLACEMENT_RESERVE_BYTES,
-    CapacityPlan,
-    make_plan,
-    plan_summary,
-)
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.placement import NUM_PLACED_SEQS, PLACEMENT_RESERVE_BYTES
+from nanovllm.capacity.plan import HOST_RESERVE_BYTES, CapacityPlan, plan_summary
 from nanovllm.capacity.plan_check import check_plan, check_start
 from nanovllm.checkpoint.gguf import TYPES
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.engine.setup import prepare
 from nanovllm.entrypoints.planner import plan_table
@@ -52,7 +48,7 @@ def plan_for(
 ) -> CapacityPlan:
     """A plan for a GPU with this much memory, all of which may be used."""
     config = Config(model=model, **{"gpu_memory_utilization": 1.0} | options)
-    stored = ModelConfig.without_weights(model).quantized(format, config.quantize_head, config.tensor_parallel_size)
+    stored = config_without_weights(model).quantized(format, config.quantize_head, config.tensor_parallel_size)
     machine = replace(Machine.gpu(int(host_gib * GIB), find_gpu(gpu)), gpu_bytes=int(gib * GIB))
     return make_plan(config, stored, machine, context=context, num_sequences=num_sequences)
 
@@ -114,7 +110,7 @@ def test_experts_of_the_draft_head_leave_the_gpu_with_the_others() -> None:
 
 def test_staging_has_room_for_the_largest_layer_of_a_gguf_file() -> None:
     """Q4_K_M has down in Q6_K in some layers. What a GPU would unpack is in 16 bits."""
-    model = replace(ModelConfig.without_weights("qwen3-30b-a3b"), num_layers=4, layer_kinds=("attention",) * 4)
+    model = replace(config_without_weights("qwen3-30b-a3b"), num_layers=4, layer_kinds=("attention",) * 4)
     assert model.experts is not None
     model = replace(model, experts=replace(model.experts, layers=(0, 1, 2, 3)))
     names = [f"model.layers.{i}.mlp.experts.{name}" for i in range(4) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -147,7 +143,7 @@ def test_graphs_have_at_most_64_rows_and_no_chunks() -> None:
     assert outside.memory.logits_bytes == MAX_CPU_EXPERT_ROWS * 151_936 * 2
     # 1, 2, 4, multiples of 8 up to 64
     of_row = 4 * 2 * 128 * 32 + 4 * 2 * 2048
-    assert outside.memory.graph_bytes - 11 * 48 * costs.GRAPH_LAYER_BYTES - costs.GRAPH_POOL_BYTES < 64 * 16 * of_row
+    assert outside.memory.graph_bytes - 11 * 48 * GRAPH_LAYER_BYTES - GRAPH_POOL_BYTES < 64 * 16 * of_row
     assert inside.memory.graph_bytes > 2 * outside.memory.graph_bytes
     assert inside.memory.activation_bytes == outside.memory.activation_bytes  # longer steps run without graphs
 
@@ -264,7 +260,7 @@ def test_auto_moves_experts_only_where_the_model_does_not_fit_otherwise() -> Non
 
 
 def test_on_a_cpu_experts_are_stored_in_their_format_if_the_user_wants_it(tmp_path: Any) -> None:
-    model = ModelConfig.without_weights("qwen3-30b-a3b").quantized("int4")
+    model = config_without_weights("qwen3-30b-a3b").quantized("int4")
     cpu, options = Machine.cpu(24 * GIB), {"model": "m", "device": "cpu", "max_model_len": 8192}
     with pytest.raises(ConfigError, match=r"weights 56\.\d+ GiB, .*; use enable_expert_offload$"):
         check_start(make_plan(Config(**options), model, cpu))
@@ -397,7 +393,7 @@ def test_bad_options_are_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"num_gpu_expert_layers=49 is more than the 48 layers .*; lower it to 48"):
         plan_for(enable_expert_offload=True, num_gpu_expert_layers=49)
     # Columns that the CPU's kernels cannot read are a reason to leave the experts where they are
-    odd = replace(ModelConfig.without_weights("qwen3-30b-a3b"), hidden_size=2064)
+    odd = replace(config_without_weights("qwen3-30b-a3b"), hidden_size=2064)
     machine = Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
     with pytest.raises(ConfigError, match=r"(rows|columns) must be a multiple of 32"):
         make_plan(Config(model="m", enable_expert_offload=True), odd, machine)
@@ -410,7 +406,7 @@ def test_memory_that_other_programs_use_is_left_to_them() -> None:
     """Regression: on a GPU that also draws a desktop, a plan placed more than fits, and start-up found few blocks."""
     plain = plan_for(gib=10, enable_expert_offload=True, max_model_len=8192, **SMALL)
     machine = replace(plain.machine, used_gpu_bytes=2 * GIB)
-    shared = make_plan(plain.config, ModelConfig.without_weights("qwen3-30b-a3b").quantized("int4"), machine)
+    shared = make_plan(plain.config, config_without_weights("qwen3-30b-a3b").quantized("int4"), machine)
     assert plain.gpu_limit_bytes == 10 * GIB and shared.gpu_limit_bytes == 8 * GIB
     assert shared.fits_gpu and shared.num_gpu_blocks >= 32
     assert num_cpu_layers(shared) >= num_cpu_layers(plain) + 4  # a layer takes 0.3 GiB

@@ -14,10 +14,12 @@ from tiny_models import write_tiny_model
 
 from nanovllm.capacity.fit import CONTEXTS, SETTINGS, _Wish, each_fit, fits, is_resident
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
 from nanovllm.entrypoints.planner import fit_table
@@ -52,7 +54,7 @@ def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing(f
     found = {
         fit.plan.context: fit.plan for fit in fits(machine(), [name], format) if fit.format == (format or "bfloat16")
     }
-    model = ModelConfig.without_weights(name).quantized(format)
+    model = config_without_weights(name).quantized(format)
     for context in CONTEXTS:
         working = []
         for settings, head in product(SETTINGS, (None, "int8")):
@@ -107,7 +109,7 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     (command,) = re.findall("recommended: (.*)", beyond)
     *_, name, overrides = shlex.split(command)
     assert "--max-model-len 131072" in command and name == "--hf-overrides"
-    stored = ModelConfig.without_weights("qwen3-8b", json.loads(overrides))
+    stored = config_without_weights("qwen3-8b", json.loads(overrides))
     assert stored.max_model_len_limit == 131072 and stored.rope.rope_type == "yarn"
     of_27b = fit_table(machine("A100 80GB"), fits(machine("A100 80GB"), ["qwen3.5-27b"], context=32768))
     assert "fp8_dynamic" in text and "fp8_dynamic" not in of_27b  # an A100 does not multiply in fp8
@@ -155,7 +157,7 @@ def test_search_leaves_out_no_plan_that_works() -> None:
             cases += [(name, gpu, host, "int4") for gpu in ("RTX 3060 12GB", "RTX 4090") for host in (16, 64)]
     sizes = set()
     for name, gpu, host_gib, format in cases:
-        model = ModelConfig.without_weights(name).quantized(format)
+        model = config_without_weights(name).quantized(format)
         wish = _Wish(config=Config(model=name), given=(), machine=machine(gpu, host_gib))
         found = wish.working_plans(model, 32_768)
         assert [plan.config for plan in found] == [plan.config for plan in plans_that_pass(wish, model, 32_768)]

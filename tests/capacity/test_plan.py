@@ -23,10 +23,12 @@ from nanovllm.capacity.costs import (
 )
 from nanovllm.capacity.fit import first_token_s, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_start
-from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization_config import parse_quantization
+from nanovllm.checkpoint.read_config import config_without_weights, load_config
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
@@ -41,7 +43,7 @@ from nanovllm.plan.kv_spec import KVCacheSizes, with_watermark
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 
 MIB, GIB = 2**20, 2**30
-MODEL, _ = ModelConfig.from_pretrained("qwen3-0.6b")
+MODEL, _ = load_config("qwen3-0.6b")
 H200 = Machine.gpu(100 * GIB)
 OFFLOAD: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8}
 
@@ -90,7 +92,7 @@ def test_weight_bytes_of_packed_weights_are_those_of_the_built_model(
     had 1% too little.
     """
     monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
-    whole = ModelConfig.without_weights(name)
+    whole = config_without_weights(name)
     experts = whole.experts and replace(whole.experts, layers=(0, 1, 2, 3))
     model = replace(whole, num_layers=4, layer_kinds=whole.layer_kinds[:4], experts=experts)
     gptq = {
@@ -113,7 +115,7 @@ def test_scales_of_ranks_that_share_columns_count_on_each(monkeypatch: pytest.Mo
     whole. It had 0.7% too little for experts in fp8.
     """
     monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
-    whole = ModelConfig.without_weights(name)
+    whole = config_without_weights(name)
     model = replace(whole, num_layers=1, layer_kinds=whole.layer_kinds[:1])
     model = replace(model, experts=whole.experts and replace(whole.experts, layers=(0,)))
     config, sizes, planned = Config(model="m", tensor_parallel_size=4), [], []
@@ -129,7 +131,7 @@ def test_scales_of_ranks_that_share_columns_count_on_each(monkeypatch: pytest.Mo
 
 
 def hybrid_plan(name: str = "qwen3.5-9b", machine: Machine = H200, **options: Any) -> CapacityPlan:
-    return make_plan(Config(model=name, **options), ModelConfig.without_weights(name), machine)
+    return make_plan(Config(model=name, **options), config_without_weights(name), machine)
 
 
 def test_plan_states_of_qwen35_by_hand() -> None:
@@ -150,7 +152,7 @@ def test_plan_states_of_qwen35_by_hand() -> None:
     assert (halves.state_bytes, halves.snapshot_bytes) == (11 * state // 2, 2 * halves.num_snapshots * state // 2)
     few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
     assert few_keys and many_keys and few_keys > many_keys
-    config, model = Config(model="m"), ModelConfig.without_weights("qwen3.5-9b")
+    config, model = Config(model="m"), config_without_weights("qwen3.5-9b")
     assert decode_bytes(config, model, 3, 0, 0) == decode_bytes(config, model, 1, 0, 0) + 2 * 2 * state
 
 
@@ -210,7 +212,7 @@ def test_plan_auto_leaves_out_a_draft_head_that_takes_more_than_a_quarter() -> N
     assert with_head.memory.draft_bytes == fitting * page and without.unused_draft_bytes == (fitting + 1) * page
     others = with_head.memory.total_bytes - with_head.state_bytes - fitting * page
     assert 1 <= (with_head.gpu_limit_bytes - GPU_RESERVE_BYTES - others) / (4 * fitting * page) < 1 + 1 / fitting
-    stored = ModelConfig.without_weights("qwen3.5-9b")
+    stored = config_without_weights("qwen3.5-9b")
     assert without == replace(
         make_plan(without.config, replace(stored, has_mtp=False), card), unused_draft_bytes=(fitting + 1) * page
     )
@@ -329,7 +331,7 @@ def test_plan_decode_bound_is_the_link_over_the_missing_bytes() -> None:
 
 def test_plan_link_and_cpu_together_are_bounded_by_cpu_memory() -> None:
     """Regression: 14.1 tok/s for a million tokens on an RTX 4090; a desktop's memory allows 1."""
-    model = ModelConfig.without_weights("qwen2.5-7b-1m")
+    model = config_without_weights("qwen2.5-7b-1m")
     config = Config(model="m", enable_cpu_offload=True)
     desktop = Machine.gpu(128 * GIB, find_gpu("RTX 4090"))
     plan = make_plan(config, model, desktop, context=1_000_000)

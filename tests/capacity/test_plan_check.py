@@ -11,11 +11,13 @@ from tiers import RUNS_ALL
 
 from nanovllm.capacity.fit import first_token_s
 from nanovllm.capacity.machine import GPUS, Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization_config import parse_quantization
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.planner import PlanOptions, plan_table
 from nanovllm.errors import ConfigError
@@ -25,7 +27,7 @@ DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # as in docs/planni
 DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
 DOC_HOST_GIB = 64
 PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3.5-9b")
-MODELS = {name: ModelConfig.without_weights(name) for name in PRESETS}
+MODELS = {name: config_without_weights(name) for name in PRESETS}
 H200 = Machine.gpu(100 * GIB)
 OFFLOAD: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8}
 
@@ -235,7 +237,7 @@ def test_following_the_first_option_ends_in_a_plan_that_works_or_with_nothing_to
         cases.append((name, gpu, format, 1, context, {"enable_cpu_offload": offload}))
     num_refused = num_helped = 0
     for name, gpu, format, num_sequences, context, options in cases if RUNS_ALL else cases[::5]:
-        model = ModelConfig.without_weights(name)
+        model = config_without_weights(name)
         if model.max_model_len_limit < context:  # as docs/planning.md says, by YaRN
             model = replace(model, max_position_embeddings=context)
         config = Config(model=name, max_model_len=context, **options)
@@ -295,7 +297,7 @@ def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loade
         ("qwen3-30b-a3b", gptq | {"desc_act": True}, H200, 1, experts),
         ("qwen3-30b-a3b", gptq | {"desc_act": True, "dynamic": {"-:.*experts": {}}}, H200, 1, None),
     ):
-        model = replace(ModelConfig.without_weights(name), quantization=parse_quantization(given))
+        model = replace(config_without_weights(name), quantization=parse_quantization(given))
         config = Config(model="m", device="cpu" if machine is cpu else "auto", tensor_parallel_size=num_ranks)
         plan = make_plan(config, model, machine, context=1000, num_sequences=1)
         for check in (check_start, check_plan):
@@ -306,7 +308,7 @@ def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loade
 def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remedy() -> None:
     """Regression: columns in 4 bits were planned for ranks that the engine refused."""
     awq = parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 64})
-    model = replace(ModelConfig.without_weights("qwen3-30b-a3b"), quantization=awq)
+    model = replace(config_without_weights("qwen3-30b-a3b"), quantization=awq)
     machine = Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
     for machine_, num_ranks, message in (
         (H200, 4, "192 columns on each rank, in groups of 64; .*multiple of 128 .*use fewer ranks"),
@@ -328,7 +330,7 @@ def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remed
 
 def test_columns_that_are_not_whole_blocks_get_another_type_or_stay() -> None:
     """Each of `num_ranks` ranks has some columns of down and o."""
-    model = replace(ModelConfig.without_weights("qwen3-8b"), num_layers=1, layer_kinds=("attention",))
+    model = replace(config_without_weights("qwen3-8b"), num_layers=1, layer_kinds=("attention",))
     for sizes, num_ranks, expected in (
         ({}, 8, "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q4_K"),
         ({"intermediate_size": 128 * 65}, 1, "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q4_1"),

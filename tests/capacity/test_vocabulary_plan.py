@@ -8,10 +8,11 @@ import pytest
 from nanovllm.capacity import costs
 from nanovllm.capacity.fit import fits
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import check_plan, check_start
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.planner import fit_table, plan_table
 from nanovllm.errors import ConfigError
@@ -27,7 +28,7 @@ def plan_for(
 ) -> CapacityPlan:
     """A plan for a GPU with this much memory, all of which may be used."""
     config = Config(model=model, gpu_memory_utilization=1.0, **options)
-    stored = ModelConfig.without_weights(model).quantized(format, config.quantize_head)
+    stored = config_without_weights(model).quantized(format, config.quantize_head)
     return make_plan(config, stored, replace(machine, gpu_bytes=int(gib * GIB)))
 
 
@@ -125,7 +126,7 @@ def test_tied_embedding_cannot_leave_the_gpu_unless_the_head_is_quantized() -> N
         plan_for("qwen3-4b", embedding_on_cpu=True)
     # Regression: a GGUF file whose table is quantized was told to add quantize_head, which it was then refused for
     formats = gguf_quantization([GGUFLayer("model.embed_tokens", "Q6_K", False)])
-    packed = replace(ModelConfig.without_weights("qwen3-4b"), quantization=formats)
+    packed = replace(config_without_weights("qwen3-4b"), quantization=formats)
     with pytest.raises(ConfigError, match=r"embedding_on_cpu=True is not possible .* in each step; leave it out$"):
         make_plan(Config(model="m.gguf", embedding_on_cpu=True), packed, DESKTOP)
     short = plan_for("qwen3-4b", 6, format=None)
@@ -145,7 +146,7 @@ def test_tied_embedding_cannot_leave_the_gpu_unless_the_head_is_quantized() -> N
 
 def test_a_head_that_a_gpu_cannot_pack_is_refused_before_it_is_loaded() -> None:
     """Regression: the plan named fewer ranks, though they share rows alone, and start-up did not check this."""
-    odd = replace(ModelConfig.without_weights("qwen3-8b"), hidden_size=4000).quantized(None, "int8")
+    odd = replace(config_without_weights("qwen3-8b"), hidden_size=4000).quantized(None, "int8")
     config = Config(model="m", quantize_head="int8")
     for check in (check_start, check_plan):
         check(make_plan(config, odd, Machine.cpu(64 * GIB)))
@@ -156,7 +157,7 @@ def test_a_head_that_a_gpu_cannot_pack_is_refused_before_it_is_loaded() -> None:
 
 
 def test_a_step_reads_the_head_in_its_format_and_no_embedding() -> None:
-    config, model = Config(model="qwen3-8b"), ModelConfig.without_weights("qwen3-8b")
+    config, model = Config(model="qwen3-8b"), config_without_weights("qwen3-8b")
     dense, quantized = (costs.decode_bytes(config, model.quantized(None, head), 1, 0, 1) for head in (None, "int8"))
     assert dense - quantized == 2 * VOCABULARY - (VOCABULARY + VOCABULARY // 64 * 4)
     moved = replace(model, embedding_on_cpu=True)
@@ -181,7 +182,7 @@ def test_table_shows_the_sizes_with_and_without() -> None:
     assert "embedding table and output head 741.88 MiB\n" in plan_table(plan_for("qwen3-4b"))
     assert "in fp8, as are activations" in plan_table(plan_for(format="fp8_dynamic", quantization="fp8_dynamic"))
     # Regression: a plan for a CPU said "in fp8" of values in the model's dtype
-    config, model = Config(model="m", quantization="fp8_dynamic"), ModelConfig.without_weights("qwen3-8b")
+    config, model = Config(model="m", quantization="fp8_dynamic"), config_without_weights("qwen3-8b")
     of_cpu = make_plan(config, model.quantized("fp8_dynamic"), Machine.cpu(64 * GIB))
     assert "fp8" not in plan_table(of_cpu) and of_cpu.memory.weight_bytes > 15 * GIB
 

@@ -18,7 +18,7 @@ from nanovllm.checkpoint.files import check_tokenizer, find_model
 from nanovllm.checkpoint.gguf import join, read_model, split_paths
 from nanovllm.checkpoint.gguf_config import settings, weights
 from nanovllm.checkpoint.gguf_files import find_gguf
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights, load_config
 from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.text.gguf_tokenizer import make_tokenizer
@@ -61,8 +61,8 @@ def write(tmp_path: Path) -> Callable[[bytes], Path]:
 def test_config_is_that_of_the_checkpoint(architecture: str, tmp_path: Path) -> None:
     with_mtp = architecture.startswith("qwen3_5")
     directory = write_tiny_model(tmp_path / "model", architecture, num_layers=4, with_mtp=with_mtp)
-    expected, _ = ModelConfig.from_pretrained(str(directory))
-    found, path = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory)))
+    expected, _ = load_config(str(directory))
+    found, path = load_config(str(write_gguf(tmp_path / "x.gguf", directory)))
     assert found == expected and path == tmp_path / "x.gguf" and found.has_mtp == with_mtp
 
 
@@ -77,15 +77,15 @@ YARN_WITH_FACTOR = ROPES["yarn"] | {"attention_factor": 1.5}
 def test_rope_is_that_of_the_checkpoint(rope: dict[str, Any], tmp_path: Path) -> None:
     """Bug: yarn_attn_factor, in which converters store attention_factor, was ignored."""
     directory = write_tiny_model(tmp_path / "model", "llama", rope=rope, head_dim=128)
-    expected, _ = ModelConfig.from_pretrained(str(directory))
-    found, _ = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory)))
+    expected, _ = load_config(str(directory))
+    found, _ = load_config(str(write_gguf(tmp_path / "x.gguf", directory)))
     assert found.rope == expected.rope
 
 
 def test_rope_with_other_factors_is_refused(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", "llama", rope="llama3")  # original_max_position_embeddings=32
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight\) that are not Llama 3's"):
-        ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory)))
+        load_config(str(write_gguf(tmp_path / "x.gguf", directory)))
 
 
 def test_end_tokens_are_named_and_known_ones(directory: Path, tmp_path: Path) -> None:
@@ -96,14 +96,14 @@ def test_end_tokens_are_named_and_known_ones(directory: Path, tmp_path: Path) ->
         writer.add_token_types([1, 3, 3, 1, 4])  # <|end|> is part of texts here
         writer.add_eot_token_id(3)
 
-    config, _ = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory, metadata=vocabulary)))
+    config, _ = load_config(str(write_gguf(tmp_path / "x.gguf", directory, metadata=vocabulary)))
     assert config.eos_token_ids == (319, 3, 1, 2, 4)
 
 
 def test_quantization_config_for_a_file_is_refused(directory: Path, tmp_path: Path) -> None:
     """Bug: the tensors were read by their own types, but plans counted the format of hf_overrides."""
     path = str(write_gguf(tmp_path / "x.gguf", directory, types=["Q8_0"]))
-    for read in (ModelConfig.from_pretrained, ModelConfig.without_weights):
+    for read in (load_config, config_without_weights):
         with pytest.raises(ConfigError, match=r"hf_overrides has quantization_config, but .*x.gguf has the type"):
             read(path, {"quantization_config": {"quant_method": "fp8"}})
 
@@ -123,9 +123,7 @@ def test_sampling_defaults_are_read(directory: Path, tmp_path: Path) -> None:
 
 def test_types_in_16_bits_are_the_dtype(directory: Path, tmp_path: Path) -> None:
     for types, dtype in ((["F16"], "float16"), (["BF16"], "bfloat16"), (["F32"], "float32"), (["Q8_0"], "bfloat16")):
-        config, _ = ModelConfig.from_pretrained(
-            str(write_gguf(tmp_path / f"{dtype}-{types[0]}.gguf", directory, types=types))
-        )
+        config, _ = load_config(str(write_gguf(tmp_path / f"{dtype}-{types[0]}.gguf", directory, types=types)))
         assert config.torch_dtype == dtype and config.gguf_types == tuple(t for t in types if t == "Q8_0")
     with pytest.raises(ConfigError, match=r"quantization='int4' is for checkpoints that are not quantized.*Q8_0"):
         config.quantized("int4")
@@ -151,7 +149,7 @@ def test_what_is_not_supported_is_refused(
 ) -> None:
     path = write_gguf(tmp_path / "x.gguf", directory, metadata=entry)
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_pretrained(str(path))
+        load_config(str(path))
 
 
 # -- damaged files ---------------------------------------------------------------------------------------------------
@@ -224,7 +222,7 @@ def test_damage_at_random_is_refused_or_harmless(seed: int, valid: bytes, write:
             content[rng.randrange(size)] = rng.choice([0, 1, 2, 8, 9, 127, 255, rng.randrange(256)])
         path = write(bytes(content))
         try:
-            ModelConfig.from_pretrained(str(path))
+            load_config(str(path))
             model = read_model(path)
             assert dict(weights(model))
             make_tokenizer(model)

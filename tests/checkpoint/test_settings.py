@@ -14,9 +14,12 @@ from dense_model import random_prompt
 from tiny_models import ROPES, write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint import model_config
+from nanovllm.checkpoint import architectures, layer_config, read_config
+from nanovllm.checkpoint import rope as rope_module
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights, load_config
+from nanovllm.checkpoint.rope import rope_extension
 from nanovllm.checkpoint.settings import ENTRIES, MAX_POSITIONS, apply_overrides, read_sampling_defaults
 from nanovllm.config import Config
 from nanovllm.engine import startup
@@ -123,7 +126,7 @@ def test_setting_at_the_end_of_its_range_is_read(tmp_path: Path) -> None:
         {"num_hidden_layers": 1, "layer_types": None},
     )
     for changes in cases:
-        config, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | changes))
+        config, _ = load_config(write(tmp_path, QWEN3 | changes))
         for name in changes.keys() & {"head_dim", "rms_norm_eps", "max_position_embeddings"}:
             assert getattr(config, name) == changes[name]
 
@@ -137,7 +140,7 @@ def test_head_dim_that_follows_from_hidden_size_is_checked(tmp_path: Path) -> No
         sizes = {"hidden_size": hidden_size, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
         without_head_dim = {name: value for name, value in LLAMA.items() if name != "head_dim"}
         with pytest.raises(CheckpointError, match=message):
-            ModelConfig.from_pretrained(write(tmp_path, without_head_dim | sizes))
+            load_config(write(tmp_path, without_head_dim | sizes))
 
 
 def test_end_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -146,17 +149,17 @@ def test_end_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"eos_token_id=.* in config\.json must be token ids from 0 to 151935"
         ):
-            ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"eos_token_id": value}))
+            load_config(write(tmp_path, QWEN3 | {"eos_token_id": value}))
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(CheckpointError, match=r"in generation_config\.json must be token ids from 0 to 151935"):
-            ModelConfig.from_pretrained(write(tmp_path, QWEN3))
+            load_config(write(tmp_path, QWEN3))
 
 
 def test_config_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """Regression: RecursionError."""
     (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000)
     with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
-        ModelConfig.from_pretrained(str(tmp_path))
+        load_config(str(tmp_path))
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------
@@ -188,10 +191,10 @@ def test_overrides_equal_a_config_json_that_says_the_same(tmp_path: Path) -> Non
     )
     for settings, overrides, same_as in cases:
         model = write(tmp_path / "model", base | settings)
-        want, _ = ModelConfig.from_pretrained(write(tmp_path / "same", base | same_as))
-        before, _ = ModelConfig.from_pretrained(model)
-        got, _ = ModelConfig.from_pretrained(model, overrides)
-        assert got == want == ModelConfig.without_weights(model, overrides), (settings, overrides)
+        want, _ = load_config(write(tmp_path / "same", base | same_as))
+        before, _ = load_config(model)
+        got, _ = load_config(model, overrides)
+        assert got == want == config_without_weights(model, overrides), (settings, overrides)
         assert got != before
         assert not any("rope" in name for name in settings) or got.rope.rope_theta in (5e5, 7e5)
 
@@ -275,7 +278,7 @@ def test_two_places_of_one_setting_agree_or_are_refused_by_name(tmp_path: Path) 
     """
 
     def read(content: dict[str, Any], **overrides: Any) -> ModelConfig:
-        return ModelConfig.from_pretrained(write(tmp_path, content), overrides or None)[0]
+        return load_config(write(tmp_path, content), overrides or None)[0]
 
     for kind, (place, value), (second, same, other) in PAIRS:
         base = pair_base(kind)
@@ -308,21 +311,21 @@ def test_entries_beside_text_config_that_say_something_else_are_refused(tmp_path
     content["text_config"].pop("rms_norm_eps", None)
     for name, value in ((OLD, YARN), ("rms_norm_eps", 1e-5), ("rope_theta", 5e5)):
         with pytest.raises(CheckpointError, match=rf"{name}=.*text_config\.{name}|text_config.*{name}=.* disagree"):
-            ModelConfig.from_pretrained(write(tmp_path, content | {name: value}))
-    plain, _ = ModelConfig.from_pretrained(write(tmp_path, content))
-    with_default, _ = ModelConfig.from_pretrained(write(tmp_path, content | {"rms_norm_eps": 1e-6, "num_labels": 2}))
+            load_config(write(tmp_path, content | {name: value}))
+    plain, _ = load_config(write(tmp_path, content))
+    with_default, _ = load_config(write(tmp_path, content | {"rms_norm_eps": 1e-6, "num_labels": 2}))
     assert with_default == plain
     ended = content | {"eos_token_id": [5, 6]}
     ended["text_config"] = ended["text_config"] | {"eos_token_id": 7}
-    assert ModelConfig.from_pretrained(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6)
+    assert load_config(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 8}')
-    assert ModelConfig.from_pretrained(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6, 8)
-    assert ModelConfig.from_pretrained(write(tmp_path, ended), {"eos_token_id": 9})[0].eos_token_ids == (9,)
+    assert load_config(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6, 8)
+    assert load_config(write(tmp_path, ended), {"eos_token_id": 9})[0].eos_token_ids == (9,)
 
 
 def test_numbers_and_nulls_are_read_as_transformers_means_them(tmp_path: Path) -> None:
     """Regression: null for a switch was false, also where the default is true."""
-    plain, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3))
+    plain, _ = load_config(write(tmp_path, QWEN3))
     for changes in (
         {"torch_dtype": "torch.bfloat16"},
         {"dtype": "torch.bfloat16", "torch_dtype": None},
@@ -330,15 +333,15 @@ def test_numbers_and_nulls_are_read_as_transformers_means_them(tmp_path: Path) -
         {"attention_bias": None},
         {"hidden_act": None},
     ):
-        assert ModelConfig.from_pretrained(write(tmp_path, QWEN3 | changes))[0] == plain, changes
-    half, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"torch_dtype": "half", "dtype": "torch.float16"}))
+        assert load_config(write(tmp_path, QWEN3 | changes))[0] == plain, changes
+    half, _ = load_config(write(tmp_path, QWEN3 | {"torch_dtype": "half", "dtype": "torch.float16"}))
     assert half.torch_dtype == "float16"
-    epsilon = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"rms_norm_eps": 1}))[0].rms_norm_eps
+    epsilon = load_config(write(tmp_path, QWEN3 | {"rms_norm_eps": 1}))[0].rms_norm_eps
     assert epsilon == 1.0 and type(epsilon) is float
     with pytest.raises(
         CheckpointError, match=r"head_dim=None can mean .* default of qwen3, 128; correct .*config\.json"
     ):
-        ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"head_dim": None}))
+        load_config(write(tmp_path, QWEN3 | {"head_dim": None}))
 
 
 def test_overrides_that_disagree_with_each_other_are_refused() -> None:
@@ -350,7 +353,7 @@ def test_overrides_that_disagree_with_each_other_are_refused() -> None:
 
 
 def test_fewer_layers_by_an_override_keep_the_types_of_the_first_ones() -> None:
-    model, _ = ModelConfig.from_pretrained("qwen3.5-9b", {"num_hidden_layers": 8, "mtp_num_hidden_layers": 0})
+    model, _ = load_config("qwen3.5-9b", {"num_hidden_layers": 8, "mtp_num_hidden_layers": 0})
     assert model.layer_kinds == ("recurrent", "recurrent", "recurrent", "attention") * 2
 
 
@@ -366,8 +369,9 @@ def test_apply_overrides_changes_neither_argument() -> None:
     assert apply_overrides(settings, None) is settings
 
 
-def test_overridable_are_the_entries_that_model_config_reads() -> None:
-    source = Path(model_config.__file__).read_text()
+def test_overridable_are_the_entries_that_the_config_is_read_from() -> None:
+    modules = (read_config, layer_config, rope_module, architectures)
+    source = "".join(Path(each.__file__).read_text() for each in modules)
     assert all(name in source for name in ENTRIES)
 
 
@@ -399,7 +403,7 @@ def test_config_bad_overrides_say_why() -> None:
         ({OLD: {"rope_type": "mrope"}}, "'mrope' is"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            ModelConfig.from_pretrained("qwen3-0.6b", overrides)
+            load_config("qwen3-0.6b", overrides)
 
 
 # -- in the engine ---------------------------------------------------------------------------------------------------
@@ -446,10 +450,10 @@ def copied(message: str) -> dict[str, Any]:
 
 
 def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens() -> None:
-    model, _ = ModelConfig.from_pretrained("qwen3-8b")
+    model, _ = load_config("qwen3-8b")
     for num_tokens in (40_961, 65_536, 100_000, 131_072, 131_073, 1_000_000):
         message = rope_extension(model, num_tokens)
-        extended, _ = ModelConfig.from_pretrained("qwen3-8b", copied(message))
+        extended, _ = load_config("qwen3-8b", copied(message))
         assert num_tokens <= extended.max_model_len_limit < num_tokens + 32768
         assert "authors recommend up to 131072 tokens" in message
     rope = {"rope_type": "yarn", "rope_theta": 1000000, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -460,9 +464,9 @@ def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens() -> None:
 @pytest.mark.parametrize("rope", ROPES)
 def test_extension_of_every_rope_covers_the_tokens_and_keeps_the_rest(tmp_path: Path, rope: str) -> None:
     given = ROPES[rope] | ({"beta_fast": 16.0} if rope == "yarn" else {})
-    model, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, rope=given)))
+    model, _ = load_config(str(write_tiny_model(tmp_path, rope=given)))
     for num_tokens in (1000, 5000):
-        extended, _ = ModelConfig.from_pretrained(str(tmp_path), copied(rope_extension(model, num_tokens)))
+        extended, _ = load_config(str(tmp_path), copied(rope_extension(model, num_tokens)))
         assert extended.max_model_len_limit >= num_tokens
         assert extended.rope.rope_type == ("yarn" if rope == "default" else rope)
         kept = ["rope_theta", "beta_fast", "low_freq_factor"]
@@ -472,11 +476,11 @@ def test_extension_of_every_rope_covers_the_tokens_and_keeps_the_rest(tmp_path: 
 
 def test_max_model_len_beyond_the_rope_offers_overrides_that_work() -> None:
     """M8: the message said "extend the rope" and not how."""
-    model, _ = ModelConfig.from_pretrained("qwen3-0.6b")
+    model, _ = load_config("qwen3-0.6b")
     config = Config(model="qwen3-0.6b", max_model_len=100_000)
     with pytest.raises(ConfigError, match="more than the 40960 tokens that the model's rope covers") as error:
         max_model_len(config, model)
-    extended, _ = ModelConfig.from_pretrained("qwen3-0.6b", copied(str(error.value)))
+    extended, _ = load_config("qwen3-0.6b", copied(str(error.value)))
     assert max_model_len(config, extended) == 100_000
 
 

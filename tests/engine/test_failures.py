@@ -24,8 +24,8 @@ from tiny_engines import KINDS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import make_plan
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.device.devices import memory_remedy
 from nanovllm.engine import startup
@@ -202,7 +202,7 @@ def test_number_of_blocks_that_an_error_names_fits_where_the_next_start_measures
 
     def sizes_of(num_blocks: int, room_bytes: int) -> KVCacheSizes:
         config = Config(model="qwen3-0.6b", kvcache_block_size=256, **options, **{name: num_blocks})
-        model = ModelConfig.without_weights(config.model)
+        model = config_without_weights(config.model)
         plan = make_plan(config, model, Machine.gpu(64 * 2**30, find_gpu("H200")))
         setup = EngineSetup(
             config=config,

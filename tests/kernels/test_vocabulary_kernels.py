@@ -11,8 +11,8 @@ from dense_model import random_prompt, run_logits
 from interpreter import INTERPRETED, needs_triton, on_device
 from tiny_models import write_tiny_model
 
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, Quantization
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.cuda import registered_view
 from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.device.tp_group import TPGroup
@@ -65,7 +65,7 @@ def test_model_with_its_table_in_cpu_memory_has_the_logits_of_one_without(
     monkeypatch.setattr(vocabulary, "HostBuffer", lambda num_bytes, pinned_for: HostBuffer(num_bytes, None))
     monkeypatch.setattr(vocabulary, "registered_view", lambda pinned, device: pinned)
     plain = write_tiny_model(tmp_path, vocab_size=321)
-    config, directory = ModelConfig.from_pretrained(str(plain))
+    config, directory = load_config(str(plain))
     prompt = random_prompt(20)
 
     def load(tp: TPGroup, is_on_cpu: bool) -> CausalLM:

@@ -8,8 +8,8 @@ from dense_model import load_model
 from tiny_models import ARCHITECTURES, GEMMAS, HYBRIDS, WINDOWED, write_tiny_model
 
 from nanovllm.capacity.costs import weight_bytes
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.config import Config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.rotary_embedding import KVCells
@@ -23,7 +23,7 @@ def test_decoder_has_the_tensors_of_the_layout_and_the_size_that_the_planner_sum
     cases = [(name, variant) for name in (*ARCHITECTURES, *HYBRIDS, *GEMMAS, *WINDOWED) for variant in variants]
     cases += [(name, {"with_mtp": True}) for name in HYBRIDS]
     for i, (name, variant) in enumerate(cases):
-        config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path / str(i), name, **variant)))
+        config, _ = load_config(str(write_tiny_model(tmp_path / str(i), name, **variant)))
         sizes = {"max_model_len": 128, "dtype": torch.float32, "device": "meta", "with_mtp": config.has_mtp}
         model = build_model(config, TPGroup(), **sizes)
         shapes = {name: shard.full_shape for name, shard in model.weight_shards()}

@@ -20,7 +20,8 @@ from tiny_models import GEMMA_WINDOW, GEMMAS, reference_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.gguf import read_model
-from nanovllm.checkpoint.model_config import ModelConfig, _gguf_config, rope_overrides
+from nanovllm.checkpoint.read_config import config_of_gguf, load_config
+from nanovllm.checkpoint.rope import rope_overrides
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import gemma
 
@@ -166,7 +167,7 @@ def test_config_of_older_versions_is_read_like_the_config_of_today(tmp_path: Pat
     write_tiny_model(tmp_path, "gemma3", num_layers=6, rope="linear", gemma={"layer_types": None})
     path = tmp_path / "config.json"
     new = json.loads(path.read_text())
-    expected, _ = ModelConfig.from_pretrained(str(tmp_path))
+    expected, _ = load_config(str(tmp_path))
     assert expected.layer_kinds == ("window",) * 5 + ("attention",)
     assert (expected.rope.rope_type, expected.rope.rope_theta) == ("linear", 1e6)
     assert expected.window is not None and (expected.window.rope.rope_type, expected.window.rope.rope_theta) == (
@@ -176,9 +177,9 @@ def test_config_of_older_versions_is_read_like_the_config_of_today(tmp_path: Pat
     old = {name: value for name, value in new.items() if name not in ("layer_types", "rope_parameters")}
     old |= {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     path.write_text(json.dumps(old | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
-    assert ModelConfig.from_pretrained(str(tmp_path))[0] == expected
+    assert load_config(str(tmp_path))[0] == expected
     # An override of the rope is for the layers that attend to all keys; it keeps their theta
-    changed, _ = ModelConfig.from_pretrained(str(tmp_path), {"rope_parameters": {"rope_type": "linear", "factor": 4.0}})
+    changed, _ = load_config(str(tmp_path), {"rope_parameters": {"rope_type": "linear", "factor": 4.0}})
     assert (changed.rope.factor, changed.rope.rope_theta, changed.window) == (4.0, 1e6, expected.window)
     # The file's number of positions is after the extension, unlike a Llama's
     assert changed.max_model_len_limit == expected.max_model_len_limit == new["max_position_embeddings"]
@@ -186,9 +187,9 @@ def test_config_of_older_versions_is_read_like_the_config_of_today(tmp_path: Pat
 
 def test_rope_that_an_error_recommends_covers_the_context() -> None:
     for name, kind in (("gemma-3-270m", "yarn"), ("gemma-3-4b", "linear"), ("gemma-4-31b", "proportional")):
-        model, _ = ModelConfig.from_pretrained(name)
+        model, _ = load_config(name)
         overrides, _ = rope_overrides(model, 3 * model.max_model_len_limit)
-        extended, _ = ModelConfig.from_pretrained(name, overrides)
+        extended, _ = load_config(name, overrides)
         assert (extended.rope.rope_type, extended.rope.rope_theta) == (kind, 1e6)
         assert extended.max_model_len_limit >= 3 * model.max_model_len_limit and model.window and extended.window
         assert extended.window.rope.rope_theta == model.window.rope.rope_theta == 1e4
@@ -220,7 +221,7 @@ def test_settings_that_change_answers_are_refused_by_name(tmp_path: Path) -> Non
         content = path.read_text()
         path.write_text(json.dumps(json.loads(content) | changes))
         with pytest.raises(CheckpointError, match=message):
-            ModelConfig.from_pretrained(str(path.parent))
+            load_config(str(path.parent))
         path.write_text(content)
 
 
@@ -278,7 +279,7 @@ def test_gguf_with_settings_that_are_not_supported_is_refused_by_name(tmp_path: 
     ):
         changed = model._replace(metadata=model.metadata | {f"gemma4.{entry}": value})
         with pytest.raises(CheckpointError, match=message):
-            _gguf_config(changed, None)
+            config_of_gguf(changed, None)
 
 
 @pytest.mark.gpu

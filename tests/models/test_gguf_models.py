@@ -12,7 +12,7 @@ from smollm2 import GGUF_NAME, gguf_directory, write_model
 from tiny_models import greedy_reference, reference_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.loader import build_model, load_weights
 
@@ -58,7 +58,7 @@ def test_draft_head_and_stacked_experts_are_those_of_the_checkpoint(architecture
     directory = write_tiny_model(tmp_path / "model", architecture, num_layers=4, with_mtp=with_mtp)
     loaded = []
     for model in (directory, write_gguf(tmp_path / "model.gguf", directory, fused_experts=True)):
-        config, where = ModelConfig.from_pretrained(str(model))
+        config, where = load_config(str(model))
         options = {"max_model_len": 64, "dtype": torch.float32, "device": "cpu", "with_mtp": with_mtp}
         loaded.append(build_model(config, TPGroup(), directory=where, **options))
         load_weights(loaded[-1], where)

@@ -12,7 +12,7 @@ from gguf_files import TYPES, write_gguf
 from tiny_models import write_tiny_model
 
 from nanovllm.checkpoint import gguf as gguf_reader
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.models.gguf_tensors import open_gguf
@@ -85,7 +85,7 @@ def test_missing_and_unknown_tensors_are_refused_without_a_word_of_config_json(t
     path = write_gguf(
         tmp_path / "x.gguf", directory, metadata=lambda writer: writer.add_tensor("more.weight", np.ones(4, np.float32))
     )
-    config, _ = ModelConfig.from_pretrained(str(path))
+    config, _ = load_config(str(path))
     with pytest.raises(CheckpointError, match=r"x.gguf has weights unknown to the model: more.weight; download"):
         build_model(config, TPGroup(), **ARGUMENTS, directory=path)
     with pytest.raises(CheckpointError, match=r"x.gguf misses weights: model.layers.2.*; download the file again"):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import greedy_reference, reference_model, write_tiny_model
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.errors import CheckpointError
 from nanovllm.layers import linear
 
@@ -102,9 +102,9 @@ def test_gguf_has_the_values_of_its_blocks(tmp_path: Path, plain: Path) -> None:
         logits = run_logits(load_model(file), PROMPT)
         assert torch.equal(logits, run_logits(load_model(values), PROMPT)), types
         assert (logits - reference_logits(values)).abs().max() < 3e-5
-    config = ModelConfig.without_weights(str(file))
+    config = config_without_weights(str(file))
     assert config == replace(
-        ModelConfig.without_weights(str(values)),
+        config_without_weights(str(values)),
         torch_dtype=config.torch_dtype,
         quantization=config.quantization,
         gguf_types=config.gguf_types,
@@ -120,7 +120,7 @@ def test_end_tokens_of_gguf_are_of_the_harmony_format(tmp_path: Path, plain: Pat
         writer.add_token_types([1] * 315 + [3] * 5)
 
     write_gguf(tmp_path / "x.gguf", plain, metadata=add_vocabulary)
-    assert sorted(ModelConfig.without_weights(str(tmp_path / "x.gguf")).eos_token_ids) == [315, 316, 318, 319]
+    assert sorted(config_without_weights(str(tmp_path / "x.gguf")).eos_token_ids) == [315, 316, 318, 319]
 
 
 def test_dummy_weights_of_mxfp4_do_not_depend_on_the_number_of_ranks(tmp_path: Path, plain: Path) -> None:
@@ -159,7 +159,7 @@ def test_settings_that_change_answers_are_refused(tmp_path: Path, plain: Path) -
     ):
         (tmp_path / "config.json").write_text(json.dumps(content | changed))
         with pytest.raises(CheckpointError, match=message):
-            ModelConfig.without_weights(str(tmp_path))
+            config_without_weights(str(tmp_path))
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 
     given = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "swiglu_limit": 7.0}
     (tmp_path / "config.json").write_text(json.dumps(given | {"initial_context_length": 4096, "experts_per_token": 4}))
-    ours, theirs = ModelConfig.without_weights(str(tmp_path)), GptOssConfig()
+    ours, theirs = config_without_weights(str(tmp_path)), GptOssConfig()
     kinds = {"attention": "full_attention", "window": "sliding_attention"}
     assert [kinds[each] for each in ours.layer_kinds] == theirs.layer_types
     assert ours.window is not None and ours.experts is not None

@@ -14,7 +14,7 @@ from thread_ranks import run_ranks
 from tiny_models import reference_model, write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.models.decoder import CausalLM
@@ -24,7 +24,7 @@ PROMPT = random_prompt(30)
 
 
 def dummy_model(directory: Path, tp: TPGroup, seed: int = 0) -> CausalLM:
-    config, _ = ModelConfig.from_pretrained(str(directory))
+    config, _ = load_config(str(directory))
     model = build_model(config, tp, max_model_len=128, dtype=torch.float32, device="cpu")
     load_weights(model, None, load_format="dummy", seed=seed)
     return model
@@ -191,7 +191,7 @@ def test_progress_bar_counts_every_tensor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    config, path = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, "llama")))
+    config, path = load_config(str(write_tiny_model(tmp_path, "llama")))
     model = build_model(config, TPGroup(), max_model_len=128, dtype=torch.float32, device="cpu")
     load_weights(model, path, show_progress=True)
     assert "Loading weights: 100%" in capsys.readouterr().err

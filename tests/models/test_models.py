@@ -8,7 +8,7 @@ from dense_model import load_model, random_prompt, run_greedy, run_logits
 from tiny_models import ARCHITECTURES as KINDS
 from tiny_models import GEMMAS, HYBRIDS, ROPES, greedy_reference, reference_model, write_tiny_model
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models import decoder
 from nanovllm.models.loader import build_model
@@ -102,7 +102,7 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         ("gemma-4-26b-a4b", 25.2, 0.05),
         ("gemma-4-31b", 30.7, 0.05),
     ):
-        config, _ = ModelConfig.from_pretrained(preset)
+        config, _ = load_config(preset)
         model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         assert num_parameters / 1e9 == pytest.approx(num_billions, abs=error), preset

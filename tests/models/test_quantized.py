@@ -19,8 +19,9 @@ from tiny_models import EXPERTS, reference_model, write_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
+from nanovllm.checkpoint.quantization_config import parse_quantization
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import prepare
 from nanovllm.errors import CheckpointError, ConfigError
@@ -219,7 +220,7 @@ def test_quantizing_while_loading_gives_the_values_of_the_rounded_weights(
     """
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_heads": 4}
     plain = write_tiny_model(tmp_path / "plain", architecture, **sizes)  # type: ignore[arg-type]
-    values, stored = shutil.copytree(plain, tmp_path / "values"), ModelConfig.from_pretrained(str(plain))[0]
+    values, stored = shutil.copytree(plain, tmp_path / "values"), load_config(str(plain))[0]
     tensors, expected = load_file(plain / "model.safetensors"), []
     for num_ranks in (1, 2):
         save_file(round_weights(tensors, stored.quantized(name, None, num_ranks)), values / "model.safetensors")
@@ -442,7 +443,7 @@ def test_tensors_of_a_wrong_shape_are_refused_before_memory_is_allocated(tmp_pat
     ):
         (tmp_path / name).mkdir()
         path = plain if name == "plain" else write_quantized(plain, tmp_path / name, name)[0]
-        config, _ = ModelConfig.from_pretrained(str(path))
+        config, _ = load_config(str(path))
         good = load_file(path / "model.safetensors")
         stored = good.pop(f"{last}.{part}")
         for changed, is_good in (({}, False), ({part: stored[:-1].contiguous()}, False), ({part: stored}, True)):

@@ -11,7 +11,7 @@ from private_cache import use_private_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.retrieval_model import (
@@ -108,7 +108,7 @@ def test_build_bad_arguments_raise(tmp_path: Path) -> None:
 
 
 def test_config_passes_the_engines_gate(model_path: Path) -> None:
-    config, directory = ModelConfig.from_pretrained(str(model_path))
+    config, directory = load_config(str(model_path))
     assert directory == model_path
     assert config.torch_dtype == model_path.name
     assert config.eos_token_ids == (END_TOKEN_ID,)

@@ -15,8 +15,8 @@ from thread_ranks import run_ranks
 from tiny_models import greedy_reference, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.quantized_weights import head_format, quantize
 
@@ -144,7 +144,7 @@ def test_head_that_is_quantized_already_is_refused(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("tied", [False, True])
 def test_gguf_head_in_a_quantized_type_is_refused_before_loading(tmp_path: Path, tied: bool) -> None:
     plain = write_tiny_model(tmp_path / "plain", "llama", hidden_size=128, tied=tied)
-    config, _ = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "q.gguf", plain, types=["Q8_0"])))
+    config, _ = load_config(str(write_gguf(tmp_path / "q.gguf", plain, types=["Q8_0"])))
     with pytest.raises(ConfigError, match=r"quantize_head='int8' is for .* this GGUF file has the head in Q8_0; leave"):
         config.quantized(None, "int8")
     file = write_gguf(tmp_path / "f.gguf", plain, types=["F32"])

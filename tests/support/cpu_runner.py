@@ -10,7 +10,7 @@ from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.config import Config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.loader import CpuExpertsFactory
@@ -69,7 +69,7 @@ def make_runner(
         kvcache_block_size=BLOCK,
         **options,
     )
-    model_config, directory = ModelConfig.from_pretrained(str(model))
+    model_config, directory = load_config(str(model))
     model_config = model_config.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     if model_config.experts is not None and config.num_gpu_expert_layers is not None:
         model_config = replace(model_config, experts=model_config.experts.on_gpu(config.num_gpu_expert_layers))

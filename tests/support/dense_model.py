@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows, StateSave
 from nanovllm.layers.rotary_embedding import KVCells
@@ -134,7 +134,7 @@ def load_model(
     device: str = "cpu",
     with_mtp: bool = False,
 ) -> CausalLM:
-    stored, path = ModelConfig.from_pretrained(str(directory))
+    stored, path = load_config(str(directory))
     model = build_model(
         stored.quantized(quantization, quantize_head, tp.size if tp else 1),
         tp or TPGroup(),

@@ -10,8 +10,8 @@ import torch
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
 from nanovllm.capabilities.cpu_experts.store import ExpertMatrix
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import linear, moe
 from nanovllm.layers.moe import Experts
@@ -41,7 +41,7 @@ def load_experts(
     load_format: str = "auto",
 ) -> RankExperts:
     """Load a checkpoint, with the experts of all layers in CPU memory. Starts no threads."""
-    config, directory = ModelConfig.from_pretrained(str(path), overrides)
+    config, directory = load_config(str(path), overrides)
     config = config.quantized(quantization, None, tp.size if tp else 1)
     assert config.experts is not None
     config = replace(config, experts=config.experts.on_gpu(0))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
@@ -25,7 +25,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def text(model: Path) -> TextFrontend:
-    return TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
+    return TextFrontend(load_config(str(model))[0], model)
 
 
 def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFrontend) -> None:
@@ -86,7 +86,7 @@ LONG_TEXT = "".join(f"Line {i} of a document.\n" for i in range(2000))
 
 
 def test_encode_long_text_is_kept_for_its_salt_alone(model: Path) -> None:
-    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
+    text = TextFrontend(load_config(str(model))[0], model)
     conversation = [{"role": "user", "content": LONG_TEXT}]
     expected = text.tokenizer.encode(f"user: {LONG_TEXT}\nassistant:")
     sizes = [text._encoder.num_bytes]
@@ -103,7 +103,7 @@ def test_encode_long_text_is_kept_for_its_salt_alone(model: Path) -> None:
 
 
 def test_encode_long_text_is_refused_as_a_short_one(model: Path) -> None:
-    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
+    text = TextFrontend(load_config(str(model))[0], model)
     text.tokenizer.add_tokens(["<new>"])
     for bad in ("<new>", "\ud800"):
         with pytest.raises(RequestError) as short:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.errors import RequestError
 from nanovllm.models.retrieval_model import END_TOKEN_ID, byte_symbols
 from nanovllm.plan.logit_edits import TokenConstraint, TokenMask
@@ -350,7 +350,7 @@ def test_matchers_of_one_grammar_run_in_several_threads(case: Case) -> None:
 
 def test_frontend_refuses_a_bad_schema_and_makes_constraints(tmp_path: Path) -> None:
     write_tiny_tokenizer(write_tiny_model(tmp_path))
-    config = ModelConfig.from_pretrained(str(tmp_path))[0]
+    config = load_config(str(tmp_path))[0]
     text = TextFrontend(config, tmp_path)
     with pytest.raises(RequestError, match=r"structured_outputs.json cannot be used: 'type' at # is 'frob'"):
         text.rules(SamplingParams(structured_outputs=StructuredOutputs(json={"type": "frob"})))

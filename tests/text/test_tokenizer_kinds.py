@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.plan.sequence import Sequence
@@ -374,7 +374,7 @@ def test_bad_words_that_cannot_be_kept_out_are_refused(models: Callable[[str], P
 
 
 def frontend(directory: Path) -> TextFrontend:
-    return TextFrontend(ModelConfig.from_pretrained(str(directory))[0], directory)
+    return TextFrontend(load_config(str(directory))[0], directory)
 
 
 # -- through the engine ----------------------------------------------------------------------------------------------

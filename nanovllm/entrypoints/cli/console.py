@@ -3,7 +3,7 @@
 In a conversation (`nanovllm chat`), the prompt of a turn contains all earlier turns. At a terminal the program shows a
 prompt, and Ctrl-C stops an answer without ending the program. If stdin is a pipe, there is no prompt, and the first
 refused message ends the program. A message is a single line, several lines that are pasted at once, or a block of lines
-between two QUOTES. The answers go to stdout and everything else to stderr.
+between two QUOTES. The answers go to stdout and everything else to stderr, also the reasoning before an answer.
 """
 
 import os
@@ -21,14 +21,16 @@ from nanovllm.entrypoints.cli.flags import flag_name, name_flags
 from nanovllm.entrypoints.documents import Document, before_question, read_document
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.answer_parts import AnswerParts, split_answer, with_reasoning_tags
 from nanovllm.utils import progress_bar
 
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
     from nanovllm.plan.outputs import RequestOutput, StepOutput
-    from nanovllm.text.frontend import Prompt
+    from nanovllm.text.frontend import Message, Prompt
 
 QUOTES = '"""'
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # of terminals
 HELP = f"""\
 /file F  read a document: text, PDF, DOCX or HTML; the next message is about it
 /reset   start a new conversation (keeps the system prompt and the documents of --document)
@@ -55,10 +57,17 @@ def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> S
     return SamplingParams(**(unlimited | from_file | dict(given)))
 
 
+def chat_request(llm: "LLM", messages: "list[Message]", params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    """Return the prompt of a conversation, and the parameters with the tags of the answer's reasoning."""
+    (token_ids,) = llm.chat_token_ids(messages)
+    return token_ids, with_reasoning_tags(llm.text, params, token_ids)
+
+
 def stream_answer(
     llm: "LLM", prompt: str | Sequence[int], params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
 ) -> "RequestOutput":
-    """Run one request. The progress goes to stderr until the first token; then the text goes to stdout.
+    """Run one request. The progress goes to stderr until the first token; then the text goes to stdout, and the
+    reasoning, if `params` tell its tags, to stderr.
 
     leave_bar: keep the progress bar on the screen. stoppable: Ctrl-C aborts the request, and the output has
     finish_reason "abort"; a second Ctrl-C may interrupt a step and break the engine, and then raises KeyboardInterrupt.
@@ -66,19 +75,17 @@ def stream_answer(
     """
     token_ids = llm.text.encode_prompt(prompt)
     request_id = llm.add_request(token_ids, params)
-    num_shown = 0
+    printer = AnswerPrinter(params)
     output: RequestOutput | None = None
     try:
         for step in _steps(llm, request_id, len(token_ids), leave_bar):
-            text, output = step.texts.get(request_id, ""), step.finished.get(request_id)
-            print(text, end="", flush=True)
-            num_shown += len(text)
+            output = step.finished.get(request_id)
+            printer.add(step.texts.get(request_id, ""), is_last=output is not None)
     except KeyboardInterrupt:
         output = _stop(llm, request_id) if stoppable else None
         if output is None:
             raise
-        print((output["text"] or "")[num_shown:], end="")
-    print(flush=True)
+        printer.add((output["text"] or "")[printer.num_chars :], is_last=True)
     assert output is not None, "the last step returns the output"
     return output
 
@@ -87,8 +94,39 @@ def print_answers(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> "list
     """Run a request with several answers, which are generated together, and print each answer under its number."""
     (first,) = llm.generate([prompt], params)
     for number, output in enumerate(first["outputs"], start=1):
-        print(f"[{number}]\n{output['text'] or ''}", flush=True)
+        print(f"[{number}]", flush=True)
+        AnswerPrinter(params).add(output["text"] or "", is_last=True)
     return first["outputs"]
+
+
+class AnswerPrinter:
+    """Prints an answer while it grows: the content to stdout, and the reasoning to stderr, dimmed at a terminal."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._parts = AnswerParts(params.reasoning_tags)
+        self._is_dimmed = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self._in_reasoning = False
+        self.num_chars = 0  # of the answer's text, with its tags
+
+    def add(self, text: str, *, is_last: bool) -> None:
+        """Print what a piece of the text adds, and after the last piece the end of the line."""
+        parts = self._parts.feed(text, is_last)
+        self.num_chars += len(text)
+        for part in parts:
+            if part.is_reasoning != self._in_reasoning:
+                self._in_reasoning = part.is_reasoning
+                self._print_reasoning("Reasoning:\n" if part.is_reasoning else "\n\n")
+            if part.is_reasoning:
+                self._print_reasoning(part.text)
+            else:
+                print(part.text, end="", flush=True)
+        if is_last:
+            if self._in_reasoning:  # the answer was cut
+                self._print_reasoning("\n")
+            print(flush=True)
+
+    def _print_reasoning(self, text: str) -> None:
+        print(f"{DIM}{text}{PLAIN}" if self._is_dimmed else text, end="", file=sys.stderr, flush=True)
 
 
 def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool) -> Iterator["StepOutput"]:
@@ -196,7 +234,10 @@ class MessageReader:
 
 
 class Conversation:
-    """The messages so far. A message is not added if it is refused, or stopped before its answer begins."""
+    """The messages so far, without the reasoning before answers, which templates do not expect in a message.
+
+    A message is not added if it is refused, or stopped before its answer begins.
+    """
 
     def __init__(
         self,
@@ -236,15 +277,16 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         messages = [*self.messages, {"role": "user", "content": before_question(self.unread, text)}]
-        token_ids = self._llm.chat_token_ids(messages)[0]
+        token_ids, params = chat_request(self._llm, messages, self._params)
         room = self._llm.max_request_tokens - len(token_ids)
         if room < 1:
             raise RequestError(self._full(len(token_ids)))
-        params = self._params.within(room)
+        params = params.within(room)
         params = replace(params, max_tokens=min(params.max_tokens or room, room))
         output = stream_answer(self._llm, token_ids, params, leave_bar=False, stoppable=self._stoppable)
-        if "error" not in output and (output["text"] or output["finish_reason"] != "abort"):
-            self.messages = [*messages, {"role": "assistant", "content": output["text"] or ""}]
+        _, content = split_answer(output["text"] or "", params.reasoning_tags)
+        if "error" not in output and (content or output["finish_reason"] != "abort"):
+            self.messages = [*messages, {"role": "assistant", "content": content}]
             self.unread = []
         self._print_figures(output, is_full=len(output["token_ids"]) == room)
 

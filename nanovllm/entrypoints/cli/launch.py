@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.flags import add_command, add_engine_flags, add_flags, as_flags, given_fields
 from nanovllm.entrypoints.server.options import ServerOptions, bind, url_of
@@ -162,7 +162,7 @@ def _settings_text(args: argparse.Namespace, agent: Agent) -> str:
         server, lines = find_server(_base_url(args.url), _key(args))._replace(key=key), []
     else:
         options = given_fields(args, Config)
-        model = ModelConfig.without_weights(model_path(args.model), options.get("hf_overrides"))
+        model = config_without_weights(model_path(args.model), options.get("hf_overrides"))
         context = options.get("max_model_len") or model.max_model_len_limit
         server = Server("http://127.0.0.1:8000", key, _names(args)[0], context)
         serve = ("nanovllm", "serve", "--model", args.model, "--served-model-name", server.model)

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
 from nanovllm.capacity.fit import USUAL_CONTEXT, choose, fits
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import check_tokenizer
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights, load_config
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.cache import add_cache_command
 from nanovllm.entrypoints.cli.console import (
+    chat_request,
     choose_sampling,
     drop_closed_stdout,
     escape_unencodable_output,
@@ -197,7 +198,7 @@ def _generate(args: argparse.Namespace) -> int:
         params = choose_sampling(llm, sampling, in_chat=in_chat)
         if in_chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
-            prompt = llm.chat_token_ids([*system, {"role": "user", "content": prompt}])[0]
+            prompt, params = chat_request(llm, [*system, {"role": "user", "content": prompt}], params)
         outputs = [stream_answer(llm, prompt, params)] if params.n == 1 else print_answers(llm, prompt, params)
     for output in outputs:
         print(summary(output), file=sys.stderr)
@@ -232,7 +233,7 @@ def _plan(args: argparse.Namespace) -> int:
         found = fits(machine, models, config.quantization, options.context)
         print(fit_table(machine, found, config.quantization, options.context))
         return 0 if found else 1
-    stored = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
+    stored = config_without_weights(model_path(config.model), config.hf_overrides)
     plan, status, context, num_sequences = None, 1, options.context, options.sequences
     text = ""
     try:
@@ -290,7 +291,7 @@ def _context_for(model: str, text: str, hf_overrides: Mapping[str, Any] | None) 
     """Return the context for this text and an answer."""
     from nanovllm.text.frontend import TextFrontend
 
-    config, directory = ModelConfig.from_pretrained(model_path(model), hf_overrides)
+    config, directory = load_config(model_path(model), hf_overrides)
     return len(TextFrontend(config, directory).encode_prompt(text)) + ANSWER_ROOM
 
 

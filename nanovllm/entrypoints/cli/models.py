@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from nanovllm.capacity.fit import CONTEXTS, each_fit
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import fetch_weights, find_model, presets, weight_files
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.gguf_files import local_models
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.flags import add_command
 from nanovllm.errors import CheckpointError, ConfigError
@@ -121,7 +122,7 @@ def _in_directory(directory: Path, name: str) -> Iterator[Stored]:
 def _describe(stored: Stored, machine: Machine) -> tuple[str, str, str]:
     """Return the format, the longest context that the model takes, and what runs."""
     try:
-        model = ModelConfig.without_weights(str(stored.path))
+        model = config_without_weights(str(stored.path))
         own = model.quantization.method if model.quantization else dtype_name(Config(model=stored.name), model)
         format = "/".join(model.gguf_types) if is_gguf(stored.path) else own
         takes = f"{model.max_model_len_limit:,}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.capacity.fit import prefill_tok_per_s as prefill_bound
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.entrypoints import planner
 from nanovllm.entrypoints.cli.console import decode_tok_per_s, prefill_tok_per_s
@@ -101,7 +101,7 @@ def run_verify(
     from nanovllm.plan.kv_spec import dtype_name
 
     start_s = time.perf_counter()
-    limit = ModelConfig.without_weights(model_path(model), engine.get("hf_overrides")).max_model_len_limit
+    limit = config_without_weights(model_path(model), engine.get("hf_overrides")).max_model_len_limit
     num_tokens = _num_prompt_tokens(options.num_tokens, limit)
     num_blocks = ceil_div(num_tokens + ANSWER_TOKENS, BLOCK_SIZE_STEP)
     common = dict(engine) | {"max_model_len": num_tokens + ANSWER_TOKENS, "kvcache_block_size": BLOCK_SIZE_STEP}

@@ -39,6 +39,8 @@ from nanovllm.entrypoints.cluster.resources import sizes_within
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.request_stream import RequestStream
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.answer_parts import with_reasoning_tags
 from nanovllm.text.frontend import Prompt
 
 NUM_UNITS = 2  # run concurrently, so that the end of one unit overlaps with the beginning of the next
@@ -97,22 +99,24 @@ class RowAnswerer:
                 if isinstance(row, RequestError):
                     raise row
                 request = make_request(row, place, self._defaults)
-                prompt = await self._prompt(request)
-                stream = await self._engine.submit(prompt, request.params, with_tokens=begun is not None)
+                prompt, params = await self._prompt(request)
+                stream = await self._engine.submit(prompt, params, with_tokens=begun is not None)
                 outputs = await (stream.outputs() if begun is None else _outputs(stream, begun))
-                return answer_columns(outputs, request.params)
+                return answer_columns(outputs, params)
         except RequestError as error:
             return error_columns(str(error))
         finally:
             if begun is not None:
                 begun.set()
 
-    async def _prompt(self, request: RowRequest) -> Prompt:
+    async def _prompt(self, request: RowRequest) -> tuple[Prompt, SamplingParams]:
+        """Return the prompt, and the parameters, which for a chat have the tags of the answer's reasoning."""
         if request.messages is None:
             assert request.prompt is not None, "a request has messages or a prompt"
-            return request.prompt
-        (token_ids,) = await asyncio.to_thread(self._engine.llm.chat_token_ids, request.messages)
-        return token_ids
+            return request.prompt, request.params
+        llm = self._engine.llm
+        (token_ids,) = await asyncio.to_thread(llm.chat_token_ids, request.messages)
+        return token_ids, with_reasoning_tags(llm.text, request.params, token_ids)
 
 
 async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestOutput]:

@@ -21,9 +21,10 @@ _POSITION = pa.list_(
 )
 _ADDED_TYPES = {
     **_ANSWER,
+    "reasoning_content": pa.string(),
     "num_cached_tokens": pa.int64(),
     "error": pa.string(),
-    "outputs": pa.list_(pa.struct(_ANSWER)),
+    "outputs": pa.list_(pa.struct({**_ANSWER, "reasoning_content": pa.string()})),
     "token_logprobs": pa.list_(_POSITION),
     "prompt_token_logprobs": pa.list_(_POSITION),
 }

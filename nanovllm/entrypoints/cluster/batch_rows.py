@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from nanovllm.errors import RequestError
 from nanovllm.plan.outputs import RequestOutput, TokenLogprobs
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs, token_id_keys
+from nanovllm.sampling_params import AnswerTags, SamplingParams, StructuredOutputs, token_id_keys
+from nanovllm.text.answer_parts import split_answer
 
 MAX_UNIT_ROWS = 256
 MAX_UNIT_BYTES = 2**20  # read from the input; with long prompts, units have few rows, so that all engines get units
@@ -24,8 +25,13 @@ MAX_ANSWERS = 1024  # to one row; an engine generates all answers of a row toget
 SAMPLING_COLUMNS = tuple(field.name for field in fields(SamplingParams))
 JSON_COLUMNS = ("messages", "logit_bias", "structured_outputs")  # may also be JSON text, which is easier in Parquet
 ADDED_COLUMNS = ("text", "token_ids", "finish_reason", "num_cached_tokens", "error")
-# Added column -> the sampling column that asks for it
-ADDED_FOR = {"outputs": "n", "token_logprobs": "logprobs", "prompt_token_logprobs": "prompt_logprobs"}
+# Added column -> the column that asks for it
+ADDED_FOR = {
+    "reasoning_content": "messages",
+    "outputs": "n",
+    "token_logprobs": "logprobs",
+    "prompt_token_logprobs": "prompt_logprobs",
+}
 ALL_ADDED_COLUMNS = (*ADDED_COLUMNS, *ADDED_FOR)
 
 
@@ -242,9 +248,10 @@ def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> 
         if output["finish_reason"] == "error":
             return error_columns(output["error"])
     first = outputs[0]
-    columns: dict[str, Any] = {**_answer(first), "num_cached_tokens": first["num_cached_tokens"], "error": None}
+    tags = params.reasoning_tags
+    columns: dict[str, Any] = {**_answer(first, tags), "num_cached_tokens": first["num_cached_tokens"], "error": None}
     if params.n > 1:
-        columns["outputs"] = [_answer(output) for output in outputs]
+        columns["outputs"] = [_answer(output, tags) for output in outputs]
     if params.logprobs is not None:
         columns["token_logprobs"] = [_position(entry) for entry in first["logprobs"]]
     if params.prompt_logprobs is not None:
@@ -257,8 +264,13 @@ def error_columns(message: str) -> dict[str, Any]:
     return dict.fromkeys(ADDED_COLUMNS) | {"error": message}
 
 
-def _answer(output: RequestOutput) -> dict[str, Any]:
-    return {"text": output["text"], "token_ids": output["token_ids"], "finish_reason": output["finish_reason"]}
+def _answer(output: RequestOutput, tags: AnswerTags | None) -> dict[str, Any]:
+    """Return the columns of one answer. tags: of the reasoning, or None if the whole text is the answer."""
+    answer = {"text": output["text"], "token_ids": output["token_ids"], "finish_reason": output["finish_reason"]}
+    if tags is not None and output["text"] is not None:
+        reasoning, answer["text"] = split_answer(output["text"], tags)
+        answer["reasoning_content"] = reasoning or None
+    return answer
 
 
 def _position(entry: TokenLogprobs | None) -> list[dict[str, Any]] | None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.make_plan import make_plan
 from nanovllm.capacity.plan_check import check_start
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import ConfigError, EngineError
@@ -287,7 +287,7 @@ def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[st
 
     Raises ConfigError if the engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
-    model = ModelConfig.without_weights(config.model, config.hf_overrides)
+    model = config_without_weights(config.model, config.hf_overrides)
     model = model.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     plan = make_plan(config, model, replace(machine, host_bytes=min(machine.host_bytes, memory_bytes)))
     check_start(plan)

@@ -18,7 +18,6 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.entrypoints.documents import text_by_program
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import CompletionAnswer
-from nanovllm.entrypoints.server.call_formats import HARMONY_MARK
 from nanovllm.entrypoints.server.chat_answers import (
     ChatAnswer,
     ChatForm,
@@ -60,6 +59,7 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.plan.sequence import TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.frontend import Prompt, check_conversations, prompt_list, render_chat
+from nanovllm.text.harmony import HARMONY_MARK
 
 MAX_READERS = 2  # processes that read documents at the same time
 MAX_NAME_CHARS = 255  # of a document's name in messages

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import TaggedJson, TaggedValue
 from nanovllm.text.grammar_writer import text_without
+from nanovllm.text.harmony import HARMONY_MARK
 
 # Closing tag of a format with tags -> the tags, one of which follows a tag that closes something
 AFTER = {
@@ -133,8 +134,6 @@ LLAMA = CallFormat("<|python_tag|>", "", ";", True, ("parameters", "arguments"),
 QWEN_TAGS = CallFormat("<tool_call>", "</tool_call>", "", False, (), False, style="tags")
 GEMMA = CallFormat("<|tool_call>", "<tool_call|>", "", False, (), False, style="quoted")
 HARMONY = CallFormat("", "", "", False, (), False, style="harmony")
-
-HARMONY_MARK = "<|channel|>analysis"  # in the templates of models that answer in the harmony format
 
 _MARKS = (
     (HARMONY, (HARMONY_MARK,)),

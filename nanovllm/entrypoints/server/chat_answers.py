@@ -5,7 +5,6 @@ have sequences of blocks instead, each with separate events; BlockAnswer is what
 """
 
 import json
-import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logprobs
-from nanovllm.entrypoints.server.call_formats import HARMONY_MARK, CallFormat, call_format_of
+from nanovllm.entrypoints.server.call_formats import CallFormat, call_format_of
 from nanovllm.entrypoints.server.call_parser import CallParser, Delta, ReasoningDelta, ToolCallDelta
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.harmony_parser import HarmonyParser
@@ -31,11 +30,11 @@ from nanovllm.sampling_params import (
     StructuredOutputs,
     TaggedJson,
 )
+from nanovllm.text.answer_parts import answer_tags, needs_special_tokens
 from nanovllm.text.answer_scan import ReasoningSplitter
-from nanovllm.text.harmony import END, begun_message, num_analysis_tokens
+from nanovllm.text.harmony import END, HARMONY_MARK, num_analysis_tokens
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
-MAX_BEGUN_TOKENS = 64  # of the tag or the message that a prompt ends with
 
 
 class ReasoningIds(NamedTuple):
@@ -75,32 +74,17 @@ def find_call_format(service: Service) -> CallFormat:
     return call_format
 
 
-_REASONING = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))  # the second pair is Gemma 4's
-_TAG = re.compile("<[^<>]*>")
-
-
 def chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
     """Return the form of the answer to this prompt."""
-    text, template = service.llm.text, service.llm.text.chat_template()
-    prompt = text.decode(token_ids[-MAX_BEGUN_TOKENS:].tolist())
-    tags: AnswerTags | None = None
-    begin = end = ""
-    if HARMONY_MARK in template:
-        tags, begin, end = HarmonyTags(begun_message(prompt)), HARMONY_MARK, END
-    else:
-        for begin, end in _REASONING:
-            if end in template:
-                tags = ReasoningTags(begin, end, prompt.rstrip().endswith(begin))
-                break
-    marks = [begin, end] if tags is not None else []
-    marks += [call_format.opening, call_format.closing] if call_format is not None else []
-    is_shown = any(tag in text.special_tokens for mark in marks for tag in _TAG.findall(mark))
+    text = service.llm.text
+    tags = answer_tags(text, token_ids)
+    marks = () if call_format is None else (call_format.opening, call_format.closing)
     reasoning_ids = None
     if tags is not None:
-        begin_ids, end_ids = (service.llm.tokenizer.encode(each, add_special_tokens=False) for each in (begin, end))
+        pair = (HARMONY_MARK, END) if isinstance(tags, HarmonyTags) else (tags.begin, tags.end)
+        begin_ids, end_ids = (service.llm.tokenizer.encode(each, add_special_tokens=False) for each in pair)
         reasoning_ids = ReasoningIds(tuple(begin_ids), end_ids[0]) if len(end_ids) == 1 else None
-    is_shown |= isinstance(tags, HarmonyTags)
-    return ChatForm(call_format, tags, reasoning_ids, shows_special_tokens=is_shown)
+    return ChatForm(call_format, tags, reasoning_ids, shows_special_tokens=needs_special_tokens(text, tags, marks))
 
 
 def blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:

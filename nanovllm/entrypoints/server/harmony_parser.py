@@ -5,9 +5,7 @@ Messages of one kind are separated by an empty line.
 """
 
 from nanovllm.entrypoints.server.call_parser import Delta, ReasoningDelta, Schemas, ToolCallDelta, new_call_id
-from nanovllm.text.harmony import FUNCTIONS, HarmonyScanner, MessagePart, is_reasoning
-
-_BETWEEN = "\n\n"  # two messages of the reasoning, or of the content
+from nanovllm.text.harmony import FUNCTIONS, BodyJoiner, HarmonyScanner, MessagePart, is_reasoning
 
 
 class HarmonyParser:
@@ -20,8 +18,7 @@ class HarmonyParser:
     def __init__(self, begun: str, schemas: Schemas) -> None:
         """begun: the part of the first message that the prompt ends with. schemas: of the request's tools."""
         self._scanner, self._schemas = HarmonyScanner(begun), schemas
-        self._begun_kinds: set[type[Delta]] = set()  # ReasoningDelta and str, if the answer has some
-        self._is_first = True  # no text of the message has been returned
+        self._joiner = BodyJoiner()
         self._num_calls = 0
         self._is_in_call = False
 
@@ -41,7 +38,7 @@ class HarmonyParser:
                 deltas.append(self._body(part))
                 continue
             deltas += self._end_of_call()
-            self._is_first = True
+            self._joiner.begin()
             if part.kind == "header" and (name := self._called(part.recipient)):
                 deltas.append(ToolCallDelta(self._num_calls, new_call_id(), name, ""))
                 self._is_in_call = True
@@ -53,20 +50,17 @@ class HarmonyParser:
         return recipient.removeprefix(FUNCTIONS) if is_function or recipient in self._schemas else ""
 
     def _body(self, part: MessagePart) -> Delta:
-        text, is_first, self._is_first = part.text, self._is_first, False
         if self._is_in_call:
-            return ToolCallDelta(self._num_calls, "", "", text)
-        kind = ReasoningDelta if is_reasoning(part) else str
-        if is_first and kind in self._begun_kinds:
-            text = _BETWEEN + text
-        self._begun_kinds.add(kind)
-        return kind(text)
+            self._joiner.is_first = False
+            return ToolCallDelta(self._num_calls, "", "", part.text)
+        text = self._joiner.join(part)
+        return ReasoningDelta(text) if is_reasoning(part) else text
 
     def _end_of_call(self) -> list[Delta]:
         """End the call if the message is one. A call without arguments has an empty object of them."""
         if not self._is_in_call:
             return []
-        ended: list[Delta] = [ToolCallDelta(self._num_calls, "", "", "{}")] if self._is_first else []
+        ended: list[Delta] = [ToolCallDelta(self._num_calls, "", "", "{}")] if self._joiner.is_first else []
         self._num_calls += 1
         self._is_in_call = False
         return ended

@@ -32,7 +32,7 @@ from nanovllm.capabilities.cpu_attention import rates
 from nanovllm.capabilities.cpu_attention.queue import CpuAttention
 from nanovllm.capabilities.cpu_experts.job import ExpertJob
 from nanovllm.capabilities.cpu_experts.layer import CpuExperts, RankExperts
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.config import Config
 from nanovllm.device.cuda import UnsupportedDriverError
 from nanovllm.device.tp_group import TPGroup
@@ -284,7 +284,7 @@ def divisible(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def logits_of_ranks(directory: Path, prompt: list[int], num_ranks: int) -> list[torch.Tensor]:
     """The logits that each rank computes with all experts in CPU memory."""
     config = Config(model=str(directory), device="cpu", tensor_parallel_size=num_ranks, **NONE)
-    stored, path = ModelConfig.from_pretrained(config.model)
+    stored, path = load_config(config.model)
     assert stored.experts is not None
 
     def logits(tp: TPGroup) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch import nn
 
 from nanovllm.capabilities.cpu_experts.store import ExpertLayer
 from nanovllm.checkpoint.gguf import read_model
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import NamedShard, WeightShard
@@ -89,7 +89,7 @@ def load(
     device: str = "cpu",
 ) -> Any:
     """Load a model, and return the experts of its layer."""
-    config, files = ModelConfig.from_pretrained(str(path))
+    config, files = load_config(str(path))
     directory = None if load_format == "dummy" else files
     arguments: dict[str, Any] = {"max_model_len": 64, "dtype": dtype, "device": device, "directory": directory}
     model = build_model(config.quantized(quantization, None, tp.size), tp, **arguments)

@@ -22,7 +22,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.draft_head.drafts import DraftHead, HeadDrafts, HeadGraphs
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.plan.step_limits import head_graph_sizes
@@ -302,7 +302,7 @@ def test_a_head_that_only_config_json_has_is_not_used(tmp_path: Path, sharded: b
     with CheckedLLM(Reference(directory), **ALL_GPU, speculation="auto") as llm:
         assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup"]
         llm.answer_and_check(PROMPTS[1:2])
-    assert not ModelConfig.without_weights(str(directory)).has_mtp  # regression: `plan` counted it
+    assert not config_without_weights(str(directory)).has_mtp  # regression: `plan` counted it
     with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):
         LLM(str(directory), device="cpu", speculation="mtp")
     if not sharded:

@@ -14,8 +14,8 @@ from thread_ranks import run_ranks
 from tiers import RUNS_ALL
 from tiny_models import HYBRIDS, RECURRENT, ROPES, reference_model, write_tiny_model
 
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.state_tensors import StateSave
 from nanovllm.models.decoder import CausalLM
@@ -141,7 +141,7 @@ def test_all_but_the_gates_of_states_are_quantized_while_loading(tmp_path: Path,
     plain = write_tiny_model(tmp_path / "plain", architecture, head_dim=32)
     values, prompt = shutil.copytree(plain, tmp_path / "values"), PROMPT[:40]
     tensors, expected = load_file(plain / "model.safetensors"), []
-    stored, _ = ModelConfig.from_pretrained(str(plain))
+    stored, _ = load_config(str(plain))
     for num_ranks in (1, 2):
         rounded = round_weights(tensors, stored.quantized(name, None, num_ranks))
         save_file(rounded, values / "model.safetensors")

@@ -11,8 +11,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.disk.disk_moves import DISK_HEADER_BYTES, document_disk_bytes
 from nanovllm.capabilities.disk.store import list_extents
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.capacity.make_plan import make_plan
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
 from nanovllm.entrypoints.planner import disk_bytes, plan_table
@@ -86,7 +86,7 @@ def test_plan_says_what_a_document_takes(path: Path) -> None:
     """The plan's figure is the size of the files."""
     config = Config(model="m", device="cpu", dtype="float32", kv_disk_path=str(path), kv_disk_gb=1)
     directory = write_model_with_text(path / "model")
-    plan = make_plan(config, ModelConfig.without_weights(str(directory)), Machine.cpu(2**34), context=len(PROMPT))
+    plan = make_plan(config, config_without_weights(str(directory)), Machine.cpu(2**34), context=len(PROMPT))
     sizes = [extent.num_bytes for extent in list_extents(path).extents]
     assert disk_bytes(plan) == 4 * max(sizes)
     assert f"there is room for {2**30 // disk_bytes(plan):,} in 1.00 GiB" in plan_table(plan)
@@ -122,7 +122,7 @@ def test_a_state_is_pruned_before_what_it_follows(with_states: Path, capsys: pyt
 
 def test_plan_counts_the_states_of_a_document(hybrid: Reference, with_states: Path) -> None:
     config = Config(model="m", device="cpu", dtype="float32", kv_disk_path=str(with_states))
-    model = ModelConfig.without_weights(str(hybrid.directory))
+    model = config_without_weights(str(hybrid.directory))
     plan = make_plan(config, model, Machine.cpu(2**34), context=len(PROMPT))
     assert disk_bytes(plan) == list_extents(with_states).num_bytes
     assert "1 state" in plan_table(plan)

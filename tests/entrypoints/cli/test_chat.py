@@ -12,16 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_formats import SAID, write_chat_model
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 from waiting import LIMIT_S, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.entrypoints.cli import main as cli
-from nanovllm.entrypoints.cli.console import Conversation, MessageReader
+from nanovllm.entrypoints.cli.console import DIM, PLAIN, Conversation, MessageReader, chat_request, print_answers
 from nanovllm.errors import RequestError
 from nanovllm.models.retrieval_model import HELP, build_retrieval_model
 
@@ -410,6 +412,35 @@ def test_reader_typed_line_that_is_not_text_is_refused(monkeypatch: pytest.Monke
 
 
 # -- generate ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma4", "qwen3"])
+def test_reasoning_is_on_stderr_and_not_in_the_history(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: an answer of gpt-oss was shown as "analysisI think 1.assistantfinalIt rains."."""
+    said = SAID[name]["text"]
+    directory = write_chat_model(build_retrieval_model(), tmp_path / "model", name)
+    with LLM(str(directory), device="cpu", max_model_len=2048, num_kvcache_blocks=8) as llm:
+        conversation = Conversation(llm, GREEDY, None, stoppable=False)
+        for turn in range(2):
+            conversation.answer(said)
+            captured = capsys.readouterr()
+            assert captured.out == "It rains.\n" and "Reasoning:\nI think 1.\n\n" in captured.err
+            assert conversation.messages[-1] == {"role": "assistant", "content": "It rains."}
+            assert len(conversation.messages) == 2 * turn + 2
+        prompt, params = chat_request(llm, [{"role": "user", "content": said}], GREEDY)
+        print_answers(llm, prompt, replace(params, n=2))
+        assert capsys.readouterr().out == "[1]\nIt rains.\n[2]\nIt rains.\n"
+
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        num_tokens = len(llm.text.encode_prompt(said.partition("I think")[0], add_special_tokens=False))
+        conversation = Conversation(llm, GREEDY.with_max_tokens(num_tokens), None, stoppable=False)
+        conversation.answer(said)  # ends in the reasoning
+        captured = capsys.readouterr()
+        assert captured.out == "\n" and f"{DIM}Reasoning:\n{PLAIN}" in captured.err
+        assert conversation.messages[-1] == {"role": "assistant", "content": ""}
 
 
 def test_generate_several_answers_are_numbered(run: Run) -> None:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import LIMIT_S
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.demo import DemoOptions
@@ -238,7 +238,7 @@ def test_model_empty_name_is_not_the_current_directory(
     assert cli.main(["plan", "--model", "", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.count("nanovllm: error: --model='' must be a directory") == 2
     with pytest.raises(CheckpointError, match="model directory '' does not exist"):
-        ModelConfig.from_pretrained("")
+        load_config("")
 
 
 @pytest.mark.parametrize("place", ["nanovllm.engine.setup.make_plan", "nanovllm.llm.LLM.step"])

@@ -15,7 +15,7 @@ from private_cache import use_private_cache
 from tiny_models import write_tiny_model
 
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.read_config import config_without_weights
 from nanovllm.entrypoints.cli.main import main
 from nanovllm.entrypoints.cli.models import what_runs
 from nanovllm.entrypoints.server.notes import noted, read_notes
@@ -81,7 +81,7 @@ def test_list_without_models_says_how_to_get_one(
 def test_what_runs_takes_the_models_format_if_it_fits() -> None:
     def runs(preset: str, gpu_gb: int = 12) -> str:
         machine = replace(Machine.gpu(64 * 2**30, find_gpu("RTX 4070")), gpu_bytes=gpu_gb * 2**30)
-        return what_runs(machine, preset, ModelConfig.without_weights(preset), "bfloat16")
+        return what_runs(machine, preset, config_without_weights(preset), "bfloat16")
 
     assert runs("qwen3-0.6b").startswith("40,960 tokens on the GPU, <= ")
     quantized = runs("qwen3-8b")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from chat_formats import SAID, write_chat_model
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.capacity.machine import Machine
@@ -50,6 +51,18 @@ def test_answer_unit_each_kind_of_prompt(engine: AsyncLLM) -> None:
     assert added[2]["text"].startswith("I complete lines") and added[2]["finish_reason"] == "stop"
     assert added[0]["token_ids"] == list(b" 4711") == added[3]["token_ids"]
     assert added[0]["finish_reason"] == "length" and all(each["error"] is None for each in added)
+
+
+def test_answer_unit_conversation_has_the_reasoning_apart(tmp_path: Path) -> None:
+    """Regression: the text of an answer of gpt-oss was "analysisI think 1.assistantfinalIt rains."."""
+    said, name = SAID["gpt-oss"]["text"], "gpt-oss"
+    engine = AsyncLLM(write_chat_model(build_retrieval_model(), tmp_path / "model", name), **OPTIONS)
+    row = {"messages": [{"role": "user", "content": said}], "max_tokens": 150}
+    added, two, ids = answer(engine, [row, row | {"n": 2}, row | {"detokenize": False}])
+    engine.close()
+    for each in (added, two, *two["outputs"]):
+        assert (each["reasoning_content"], each["text"]) == ("I think 1.", "It rains.")
+    assert ids["text"] is None and ids["token_ids"] == added["token_ids"]
 
 
 def test_answer_unit_bad_rows_do_not_disturb_the_others(engine: AsyncLLM) -> None:

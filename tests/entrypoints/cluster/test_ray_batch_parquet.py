@@ -77,11 +77,13 @@ def test_sampling_columns_ask_for_columns_of_fixed_types(tmp_path: Path) -> None
     requests = [make_request(row, RowPlace(0, 0, 0), RowDefaults({}, {}, 0)) for row in rows.rows]
     assert requests[0].params.logit_bias == {5: 1.0} and requests[0].params.n == 2 and requests[1].params.logprobs == 1
     assert requests[0].messages == [{"role": "user", "content": "x"}]
-    answer = {"text": "t", "token_ids": [1], "finish_reason": "stop"}
+    answer = {"text": "t", "token_ids": [1], "finish_reason": "stop", "reasoning_content": "r"}
     entry: list[Any] = [{"token_id": 1, "logprob": -0.5, "rank": 1, "text": None}]
-    rows.write(tmp_path / "out.parquet", [ANSWER | {"outputs": [answer] * 2}, ANSWER | {"token_logprobs": [entry]}])
+    added = {"token_logprobs": [entry], "reasoning_content": "r"}
+    rows.write(tmp_path / "out.parquet", [ANSWER | {"outputs": [answer] * 2}, ANSWER | added])
     written = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert written[0]["outputs"] == [answer] * 2 and written[1]["outputs"] is None
+    assert [row["reasoning_content"] for row in written] == [None, "r"]
     assert written[1]["token_logprobs"] == [entry] and "prompt_token_logprobs" not in written[0]
     json.dumps(written)
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from chat_formats import ANALYSIS, CALL, FINAL, SAID, TEMPLATES, TOKENS, write_chat_model
 from http_server import http_server, web_client
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import copy_with_template
 from tiers import examples
-from tokenizer_kinds import add_tokens
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server.call_formats import GEMMA, HARMONY, CallFormat, call_format_of
@@ -28,7 +27,6 @@ from nanovllm.entrypoints.server.harmony_parser import HarmonyParser
 from nanovllm.sampling_params import HarmonyTags, ReasoningTags
 from nanovllm.text.harmony import HarmonyScanner
 
-TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
 BEGIN, NEXT = "<|start|>assistant", "<|end|><|start|>assistant"
 SCHEMAS: dict[str, Any] = {"weather": {}, "news": {}}
 
@@ -66,11 +64,6 @@ def harmony(pieces: list[str], schemas: dict[str, Any] = SCHEMAS, is_cut: bool =
     return joined([delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(is_cut))
 
 
-ANALYSIS, FINAL, CALL = (
-    "<|channel|>analysis<|message|>",
-    "<|channel|>final<|message|>",
-    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
-)
 HARMONY_CASES: list[tuple[str, list[Any]]] = [
     (f"{ANALYSIS}Hm.{NEXT}{FINAL}Zürich 😀<|return|>", [("", "Hm."), "Zürich 😀"]),
     (f"{ANALYSIS}{NEXT}{FINAL}x", ["x"]),
@@ -192,7 +185,7 @@ def test_any_split_gives_the_same_result(text: str, cuts: list[int]) -> None:
 
 def test_form_of_an_answer_depends_on_the_template_and_the_end_of_the_prompt() -> None:
     """Gemma 4's prompts end in an empty thought if it shall not think, or in the tag of one after results of calls."""
-    special = frozenset(token for tokens in TOKENS.values() for token in tokens)
+    special = frozenset(TOKENS["gpt-oss"] + TOKENS["gemma4"])
 
     def form(template: str, prompt: str, call_format: CallFormat | None = None) -> ChatForm:
         text = SimpleNamespace(decode=lambda ids: prompt, chat_template=lambda: template, special_tokens=special)
@@ -228,27 +221,8 @@ def test_gemma_parser_time_is_linear_in_the_length_of_the_text() -> None:
 
 # -- servers -----------------------------------------------------------------------------------------------------------
 
-TOKENS = {
-    "gpt-oss": ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
-    "gemma4": (
-        *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
-        *("<|tool_response>", "<tool_response|>"),
-    ),
-}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Uri", "Zug"]}}, "required": ["city"]}
 TOOL = {"name": "rain", "parameters": CITY}
-RAIN = CALL.replace("weather", "rain")
-SAID: dict[str, dict[str, str]] = {  # what the model says: after the last text of a prompt, if the prompt has it
-    "gpt-oss": {
-        "text": f"assistant{ANALYSIS}I think 1.<|end|>{FINAL}It rains.<|return|>",
-        "call": f'assistant{ANALYSIS}I ask.<|end|>{RAIN}{{"city": "Uri"}}<|call|>',
-    },
-    "gemma4": {
-        "text": "model\n<|channel>thought\nI think 1.\n<channel|>It rains.<turn|>",
-        "call": 'model\n<|channel>thought\nI ask.\n<channel|><|tool_call>call:rain{city:<|"|>Uri<|"|>}<tool_call|>'
-        "<|tool_response>",
-    },
-}
 
 
 @pytest.fixture(scope="module", params=["gpt-oss", "gemma4"])
@@ -259,10 +233,7 @@ def model(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def web(model: str, retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a server whose model has the tokens and the template of another one."""
-    template = (TEMPLATES / f"{model}.jinja").read_text()
-    directory = copy_with_template(retrieval_model, tmp_path_factory.mktemp("formats") / "model", template)
-    ids = [*range(0xF5, 0x100), 0xC0, 0xC1][: len(TOKENS[model])]  # bytes that UTF-8 has no use for
-    add_tokens(directory, dict(zip(TOKENS[model], ids, strict=True)), special=True)
+    directory = write_chat_model(retrieval_model, tmp_path_factory.mktemp("formats") / "model", model)
     engine = AsyncLLM(directory, device="cpu", max_model_len=2048, num_kvcache_blocks=64, max_num_batched_tokens=512)
     with http_server(engine) as url, web_client(url) as client:
         yield client

@@ -12,8 +12,10 @@ import transformers
 from tiny_models import ROPES, write_tiny_model
 from transformers import AutoConfig
 
+from nanovllm.checkpoint.architectures import ARCHITECTURES
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from nanovllm.checkpoint.model_config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from nanovllm.checkpoint.read_config import load_config
 from nanovllm.checkpoint.settings import SWITCHES
 from nanovllm.errors import CheckpointError
 
@@ -60,7 +62,7 @@ SEED_OSS = {  # Seed-OSS-36B
 
 def read(tmp_path: Path, config: dict[str, Any]) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return ModelConfig.from_pretrained(str(tmp_path))[0]
+    return load_config(str(tmp_path))[0]
 
 
 def test_preset_has_the_published_shape_and_no_directory() -> None:
@@ -82,7 +84,7 @@ def test_preset_has_the_published_shape_and_no_directory() -> None:
         ("gemma-4-31b", (60, 5376, 32, 4, 512, 262144), 262144),
     )
     for name, shape, limit in cases:
-        config, directory = ModelConfig.from_pretrained(name)
+        config, directory = load_config(name)
         assert directory is None
         assert shape == (
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
@@ -98,7 +100,7 @@ def test_architectures_have_their_biases_and_norms(tmp_path: Path) -> None:
         ("qwen2.5-7b-1m", (True, False, False, False)),
         ("llama-3.1-8b", (False, False, False, False)),
     ):
-        config, _ = ModelConfig.from_pretrained(name)
+        config, _ = load_config(name)
         assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == flags
     switches = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True}
     for settings, biases in (
@@ -130,7 +132,7 @@ def with_text(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def test_hybrid_layers_have_their_kinds_and_sizes(tmp_path: Path) -> None:
     for name, num_layers, value_heads in (("9b", 32, 32), ("27b", 64, 48), ("35b-a3b", 40, 32)):
-        config, _ = ModelConfig.from_pretrained(f"qwen3.5-{name}")
+        config, _ = load_config(f"qwen3.5-{name}")
         assert config.layer_kinds == ("recurrent", "recurrent", "recurrent", "attention") * (num_layers // 4)
         assert (config.num_attention_layers, config.num_recurrent_layers) == (num_layers // 4, num_layers * 3 // 4)
         assert config.recurrent == RecurrentConfig(
@@ -159,7 +161,7 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"text_config\.hidden_size=4096 and hidden_size=1 .* disagree"):
         read(tmp_path, HYBRID | {"hidden_size": 1})
     types = ["full_attention", "linear_attention"] * 16
-    config, _ = ModelConfig.from_pretrained(
+    config, _ = load_config(
         "qwen3.5-9b", {"layer_types": types, "mtp_num_hidden_layers": 0, "rope_parameters": {"rope_type": "default"}}
     )
     assert config.layer_kinds == ("attention", "recurrent") * 16 and not config.has_mtp
@@ -167,7 +169,7 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     # Regression: the interval was dropped if config.json gives the types
     stored = with_text(HYBRID, layer_types=types, full_attention_interval=None)
     assert read(tmp_path, stored).layer_kinds == config.layer_kinds
-    every_second, _ = ModelConfig.from_pretrained(str(tmp_path), {"full_attention_interval": 2})
+    every_second, _ = load_config(str(tmp_path), {"full_attention_interval": 2})
     assert every_second.layer_kinds == ("recurrent", "attention") * 16
 
 
@@ -207,7 +209,7 @@ def test_eos_of_both_files_each_once(tmp_path: Path) -> None:
 
 
 def test_saved_by_transformers_is_read(tmp_path: Path) -> None:
-    config, directory = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, "qwen3", tied=True, head_dim=32)))
+    config, directory = load_config(str(write_tiny_model(tmp_path, "qwen3", tied=True, head_dim=32)))
     assert directory == tmp_path
     assert (config.head_dim, config.tie_word_embeddings, config.torch_dtype) == (32, True, "float32")
     assert config.rope == RopeConfig(original_max_position_embeddings=128)
@@ -290,19 +292,19 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
 
 def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist.*qwen3-0\.6b"):
-        ModelConfig.from_pretrained(str(tmp_path / "nothing"))
+        load_config(str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match=r"no config\.json in"):
-        ModelConfig.from_pretrained(str(tmp_path))
+        load_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
-        ModelConfig.from_pretrained(str(tmp_path))
+        load_config(str(tmp_path))
 
     def no_network(*args: Any, **kwargs: Any) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
     with pytest.raises(CheckpointError, match=r"owner/model.*preset.*no network"):
-        ModelConfig.from_pretrained("owner/model")
+        load_config("owner/model")
 
 
 # tests/models/test_gpt_oss.py and test_gemma.py have the same test for their defaults
@@ -379,14 +381,14 @@ def test_config_of_gemma_equals_what_transformers_reads(tmp_path: Path) -> None:
         "torch_dtype": "bfloat16",
         "vision_config": {"hidden_size": 1152},
     }
-    assert read(tmp_path, published) == ModelConfig.from_pretrained("gemma-3-4b")[0]
+    assert read(tmp_path, published) == load_config("gemma-3-4b")[0]
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
     """Regression: reading config.json took 9 s of the first start on a machine."""
     code = (
-        "import sys; from nanovllm.checkpoint.model_config import ModelConfig; "
-        "ModelConfig.from_pretrained('qwen3-0.6b'); "
+        "import sys; from nanovllm.checkpoint.read_config import load_config; "
+        "load_config('qwen3-0.6b'); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
