@@ -303,18 +303,25 @@ def test_gpu_in_bf16_errs_at_most_twice_as_much_as_transformers(tmp_path: Path, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", GEMMAS)
 def test_gpu_with_packed_weights_computes_what_a_cpu_computes(tmp_path: Path, architecture: str) -> None:
-    """The kernels of packed weights end with GELU. A CPU has the values of the same codes."""
+    """The kernels of packed weights end with GELU. A CPU has the values of the same codes, and with SiLU it has others.
+
+    Most tokens are compared: for some tokens of the mixture, rounding chooses another expert.
+    """
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 128}
     experts = {"moe_intermediate_size": 256} if architecture == "gemma4_moe" else {}
     write_tiny_model(tmp_path, architecture, gemma=experts, **sizes)  # type: ignore[arg-type]
     prompt = random_prompt(90)
     for name in ("int4", "int8", "fp8"):
-        expected = run_logits(load_model(tmp_path, quantization=name), prompt)
+        exact, other = load_model(tmp_path, quantization=name), load_model(tmp_path, quantization=name)
+        for module in other.modules():
+            if getattr(module, "activation", None) == "gelu_tanh":
+                module.activation = "silu"
+        expected, wrong = run_logits(exact, prompt), run_logits(other, prompt)
         model = load_model(tmp_path, quantization=name, dtype=torch.bfloat16, device="cuda")
         for chunk in (1000, 1):
             ours = run_logits(model, prompt, chunk).cpu().float()
-            likeness = torch.cosine_similarity(ours.flatten(), expected.flatten(), dim=0)
-            assert likeness > 0.995, (name, chunk, likeness)  # a CPU in bf16: 0.9986
+            error, of_wrong = ((ours - each).norm(dim=1).median() for each in (expected, wrong))
+            assert error < of_wrong / 1.5 and error < 0.1 * expected.norm(dim=1).median(), (name, chunk, error)
 
 
 # -- a real model ----------------------------------------------------------------------------------------------------
