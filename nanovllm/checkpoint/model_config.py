@@ -69,8 +69,9 @@ class Architecture:
     the model's authors recommend it, from the model cards.
 
     is_hybrid: most layers are recurrent, and the attention layers have an output gate and rotate part of a head.
-    norms_add_one: norms multiply by 1 + weight. fixed: entry -> the values that are supported if config.json has the
-    entry.
+    norms_add_one: norms multiply by 1 + weight. exceeds_float16: see ModelConfig.
+
+    fixed: entry -> the values that are supported if config.json has the entry.
     """
 
     model_type: str  # as in config.json
@@ -90,6 +91,7 @@ class Architecture:
     interleaves_experts: bool = False
     gemma: "GemmaConfig | None" = None  # the settings of Gemma's layers that are not in config.json
     activation: str = "silu"  # as in ModelConfig
+    exceeds_float16: bool = False
     image_tensors: tuple[str, ...] = ()  # prefixes of the names of tensors that only images or sounds need
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -191,6 +193,7 @@ def _gemma3(model_type: str) -> Architecture:
         norms_add_one=True,
         gemma=GemmaConfig(),
         activation="gelu_tanh",
+        exceeds_float16=True,
         image_tensors=("model.vision_tower.", "model.multi_modal_projector."),
         fixed=_GEMMA3_FIXED,
     )
@@ -401,6 +404,8 @@ class ModelConfig:
     gemma: GemmaConfig | None = None  # None if the layers are not Gemma's
     logit_softcap: float | None = None  # logits are softcap * tanh(logits / softcap); None for no bound
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
+    # Activations of real checkpoints are larger than 65504. The dtype is then another one, so `repr` leaves this out
+    exceeds_float16: bool = field(default=False, repr=False)
 
     @property
     def has_own_head(self) -> bool:
@@ -612,7 +617,7 @@ def _read_config(
         mlp_bias=is_set(architecture.mlp_bias),
         qk_norm=architecture.has_qk_norm,
         rope=rope,
-        torch_dtype=_weight_dtype(settings),
+        torch_dtype=_weight_dtype(settings, architecture),
         eos_token_ids=_eos_token_ids(settings, None if "eos_token_id" in (hf_overrides or {}) else directory),
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
         experts=experts,
@@ -627,6 +632,7 @@ def _read_config(
         gemma=gemma,
         logit_softcap=settings.get("final_logit_softcapping"),
         has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(model, directory),
+        exceeds_float16=architecture.exceeds_float16,
     )
     if config.rotary_dim % 2 or config.rotary_dim < 2:
         raise CheckpointError(
@@ -700,12 +706,14 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
 # -- one concern each ------------------------------------------------------------------------------------------------
 
 
-def _weight_dtype(settings: Mapping[str, Any]) -> str:
-    """Return the type of the weights that are not quantized: one of DTYPES."""
+def _weight_dtype(settings: Mapping[str, Any], architecture: Architecture) -> str:
+    """Return the type of the weights that are not quantized: one of DTYPES. Files of a model whose activations exceed
+    float16 may have its weights in float16, which then become bfloat16.
+    """
     dtype = dtype_meaning(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype} in config.json is not supported; use a checkpoint in {', '.join(DTYPES)}")
-    return dtype
+    return "bfloat16" if dtype == "float16" and architecture.exceeds_float16 else dtype
 
 
 def _interval_entry(architecture: Architecture) -> str:
