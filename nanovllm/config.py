@@ -48,7 +48,8 @@ class Config:
     device: str = option("auto", help="cpu, cuda or cuda:N; auto: the GPU if there is one", group=_MODEL)
     dtype: str = option(
         "auto",
-        help=f"type of the weights and the KV cache: {', '.join(DTYPES)}; auto: the checkpoint's",
+        help=f"type of the weights and the KV cache: {', '.join(DTYPES)}; auto: the checkpoint's, or "
+        "bfloat16 if the checkpoint has float16 and the model's activations exceed it",
         group=_MODEL,
         choices=("auto", *DTYPES),
     )

@@ -20,6 +20,7 @@ from nanovllm.plan.kv_spec import (
     KVCacheSizes,
     KVCacheSpec,
     StagingSizes,
+    dtype_name,
     kv_cache_spec,
     max_useful_blocks,
     num_blocks_for,
@@ -77,6 +78,11 @@ def _make_plan(
     limit = max_model_len(config, model)
     if problem := heads_problem(config, model):
         raise ConfigError(problem)
+    if dtype_name(config, model) == "float16" and model.exceeds_float16:
+        raise ConfigError(
+            f"dtype='float16' holds numbers up to 65504, and activations of {config.model} are larger; use "
+            "dtype='bfloat16' or 'float32'"
+        )
     if config.speculation_method == "mtp" and not model.has_mtp:
         raise ConfigError(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "

@@ -27,8 +27,10 @@ class Architecture:
     the model's authors recommend it, from the model cards.
 
     is_hybrid: most layers are recurrent, and the attention layers have an output gate and rotate part of a head.
-    norms_add_one: norms multiply by 1 + weight. fixed: entry -> the values that are supported if config.json has the
-    entry.
+    norms_add_one: norms multiply by 1 + weight. exceeds_float16: see ModelConfig.
+
+    fixed: entry -> the values that are supported if config.json has the entry. remedies: entry -> what to use instead, if
+    that is not just a checkpoint with a supported value.
     """
 
     model_type: str  # as in config.json
@@ -48,8 +50,10 @@ class Architecture:
     interleaves_experts: bool = False
     gemma: GemmaConfig | None = None  # the settings of Gemma's layers that are not in config.json
     activation: str = "silu"  # as in ModelConfig
+    exceeds_float16: bool = False
     image_tensors: tuple[str, ...] = ()  # prefixes of the names of tensors that only images or sounds need
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    remedies: Mapping[str, str] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -110,6 +114,7 @@ _GEMMA4_FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_size_per_layer_input": (0,),
     "num_kv_shared_layers": (0,),
 }
+_NO_GEMMA4_E = "Gemma 4 E2B and E4B have such layers; use Gemma 4 12B, 26B-A4B or 31B"
 _GEMMA3_FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False,),
@@ -149,6 +154,7 @@ def _gemma3(model_type: str) -> Architecture:
         norms_add_one=True,
         gemma=GemmaConfig(),
         activation="gelu_tanh",
+        exceeds_float16=True,
         image_tensors=("model.vision_tower.", "model.multi_modal_projector."),
         fixed=_GEMMA3_FIXED,
     )
@@ -166,6 +172,7 @@ def _gemma4(model_type: str, defaults: Mapping[str, Any] = _GEMMA4) -> Architect
         activation="gelu_tanh",
         image_tensors=tuple(f"model.{part}." for part in parts),
         fixed=_GEMMA4_FIXED,
+        remedies=dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), _NO_GEMMA4_E),
     )
 
 

@@ -154,6 +154,8 @@ class ModelConfig:
     gemma: GemmaConfig | None = None  # None if the layers are not Gemma's
     logit_softcap: float | None = None  # logits are softcap * tanh(logits / softcap); None for no bound
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
+    # Activations of real checkpoints are larger than 65504. The dtype is then another one, so `repr` leaves this out
+    exceeds_float16: bool = field(default=False, repr=False)
 
     @property
     def has_own_head(self) -> bool:

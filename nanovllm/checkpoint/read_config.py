@@ -132,7 +132,7 @@ def _read_config(
         mlp_bias=is_set(architecture.mlp_bias),
         qk_norm=architecture.has_qk_norm,
         rope=rope,
-        torch_dtype=_weight_dtype(settings),
+        torch_dtype=_weight_dtype(settings, architecture),
         eos_token_ids=_eos_token_ids(settings, None if "eos_token_id" in (hf_overrides or {}) else directory),
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
         experts=read_experts(settings, architecture),
@@ -147,6 +147,7 @@ def _read_config(
         gemma=gemma,
         logit_softcap=settings.get("final_logit_softcapping"),
         has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(model, directory),
+        exceeds_float16=architecture.exceeds_float16,
     )
     if config.rotary_dim % 2 or config.rotary_dim < 2:
         raise CheckpointError(
@@ -192,9 +193,10 @@ def _with_defaults(
 def _check_fixed(settings: Mapping[str, Any], architecture: Architecture) -> None:
     for name, supported in architecture.fixed.items():
         if settings.get(name) is not None and settings[name] not in supported:
+            remedy = f"use a checkpoint with {name}={' or '.join(map(repr, supported))}"
             raise CheckpointError(
-                f"{name}={settings[name]!r} is not supported for model_type={architecture.model_type!r}; use a "
-                f"checkpoint with {name}={' or '.join(map(repr, supported))}"
+                f"{name}={settings[name]!r} is not supported for model_type={architecture.model_type!r}; "
+                f"{architecture.remedies.get(name, remedy)}"
             )
 
 
@@ -217,12 +219,14 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
     return name
 
 
-def _weight_dtype(settings: Mapping[str, Any]) -> str:
-    """Return the type of the weights that are not quantized: one of DTYPES."""
+def _weight_dtype(settings: Mapping[str, Any], architecture: Architecture) -> str:
+    """Return the type of the weights that are not quantized: one of DTYPES. Files of a model whose activations exceed
+    float16 may have its weights in float16, which then become bfloat16.
+    """
     dtype = dtype_meaning(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype} in config.json is not supported; use a checkpoint in {', '.join(DTYPES)}")
-    return dtype
+    return "bfloat16" if dtype == "float16" and architecture.exceeds_float16 else dtype
 
 
 def _num_mtp_layers(settings: Mapping[str, Any]) -> int:

@@ -199,6 +199,12 @@ def test_plan_has_no_shadow_of_head_dim_512() -> None:
         plan(speculation="auto", shadow_bits=3)
 
 
+def test_plan_refuses_float16_for_activations_that_exceed_it() -> None:
+    model = replace(MODEL, exceeds_float16=True)
+    with pytest.raises(ConfigError, match="activations of big are larger; use dtype='bfloat16'"):
+        make_plan(Config(model="big", dtype="float16"), model, H200, context=None, num_sequences=1)
+
+
 def test_plan_auto_leaves_out_a_draft_head_that_takes_more_than_a_quarter() -> None:
     """Regression: an engine with speculation="auto" did not start, since the head's K and V grow with the CPU pool."""
     offload: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8, "max_num_seqs": 8}
