@@ -29,8 +29,8 @@ class Architecture:
     is_hybrid: most layers are recurrent, and the attention layers have an output gate and rotate part of a head.
     norms_add_one: norms multiply by 1 + weight. exceeds_float16: see ModelConfig.
 
-    fixed: entry -> the values that are supported if config.json has the entry. remedies: entry -> what to use instead, if
-    that is not just a checkpoint with a supported value.
+    fixed: entry -> the values that are supported if config.json has the entry. remedies: entry -> what to use instead
+    of a checkpoint with another value.
     """
 
     model_type: str  # as in config.json

@@ -233,7 +233,7 @@ def test_weights_of_gemma_3_in_float16_become_bfloat16(tmp_path: Path) -> None:
     """The outputs of the layers of gemma-3-270m reach 100,000, so every answer in float16 ended with an error."""
     for name, expected in (("gemma3", "bfloat16"), ("gemma4", "float16")):
         write_tiny_model(tmp_path / name, name, dtype=torch.float16)
-        assert ModelConfig.from_pretrained(str(tmp_path / name))[0].torch_dtype == expected
+        assert load_config(str(tmp_path / name))[0].torch_dtype == expected
 
 
 def test_missing_or_unknown_weights_are_refused_by_name(tmp_path: Path) -> None:
