@@ -144,11 +144,10 @@ def choose_tile(
     num_running = target.num_sms * (2 if is_shared else 1)
     num_splits = max(1, min(num_running // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
     num_per_sm = 1
-    if is_shared:
-        num_warps, num_stages = (
-            4,
-            3 if block_m == MAX_BLOCK_M or (block_n == 64 and num_programs > target.num_sms) else 4,
-        )
+    if is_shared and block_m == MAX_BLOCK_M:
+        num_warps, num_stages = (8 if is_routed else 4), 3  # with 4 warps a tile of 128 x 128 spills registers
+    elif is_shared:
+        num_warps, num_stages = 4, 3 if block_n == 64 and num_programs > target.num_sms else 4
     elif block_m == MAX_BLOCK_M:
         num_warps, num_stages = 8, 3 if is_large else 2
         fits_twice = weight.kind == INT4.value and weight.group_size % 128 == 0 and target.capability[0] == 9

@@ -47,6 +47,7 @@ from nanovllm.kernels import (
     sampler,
     shadow,
     small_linear,
+    window_rows,
 )
 from nanovllm.kernels.packed_words import DENSE, E4M3, INT4, INT8
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
@@ -396,6 +397,8 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             launch_pack_blocks(["Q4_K"])
             launch_read_experts()
             launch_shadow(128, BF16, bits=4)
+            rows = torch.zeros(64, dtype=torch.int32)
+            window_rows.window_rows(torch.zeros(65, dtype=torch.int32), rows, rows, 1024, 128, 9, 900)
             only_fp8 = {"_rms_norm_and_quantize_kernel", "_act_and_quantize_kernel"}
             if name == "9.0":
                 launch_quantize_rows((4096,), (12288,))
