@@ -153,14 +153,12 @@ class AttentionBackend(ABC):
         max_query_len: int,
         max_context_len: int,
         has_time: Callable[[], bool],
-        window: int | None = None,
     ) -> None:
         """Build the plans that the library would otherwise build while prompts wait, from the longest chunks to the
         shortest.
 
         Plans that every long prompt needs are built in any case, and each other plan only if `has_time()`. `q_1HD`: a
-        query, whose values are arbitrary. The lengths are in tokens. `window`: of the layers that have these heads.
-        Backends whose library has no plans do nothing.
+        query, whose values are arbitrary. The lengths are in tokens. Backends whose library has no plans do nothing.
         """
         return
 

@@ -117,13 +117,10 @@ class CudnnBackend(AttentionBackend):
         max_query_len: int,
         max_context_len: int,
         has_time: Callable[[], bool],
-        window: int | None = None,
     ) -> None:
         """cuDNN keeps plans for each thread. A thread that runs steps, but did not start the engine, builds each plan
         again when a chunk first needs it. Windows need no plans.
         """
-        if window is not None:
-            return
         sizes = self.limits.sizes_of_pieces(max_query_len)
         for num_queries in reversed(sizes):
             is_needed = num_queries in (sizes[-1], self.limits.max_padded_queries)

@@ -20,7 +20,6 @@ from nanovllm.kernels.merge import MAX_SPLITS
 DECODE_PROGRAMS_PER_SM = 2
 MAX_HEADS_PER_TILE = 8  # in prefill
 SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading this many keys
-MAX_UNSPLIT_KEYS = 128  # up to this many keys, a kernel that merges splits takes longer than reading the keys
 SPLIT_GRAIN_TOKENS = 64  # a split consists of whole tiles
 MAX_PREFILL_SPLITS = 32  # programs that share the keys of a tile
 MAX_WAVES = 4  # waves of programs that share keys; bounds the memory of their parts
@@ -128,8 +127,6 @@ def max_decode_rows(head_dim: int, itemsize: int) -> int:
 
 def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
     """Plan how many programs share the `context_len` keys of each of `num_rows` (sequence, kv head) pairs."""
-    if context_len <= MAX_UNSPLIT_KEYS:
-        return 1
     return _cheapest_num_splits(num_rows, context_len, num_sms * DECODE_PROGRAMS_PER_SM, MAX_SPLITS, 0)
 
 
