@@ -7,6 +7,9 @@ folder imports Ray, and only when a command asks for several engines or for a cl
 
 import os
 
-# Otherwise a thread that Ray Data does not end would connect again, or start Ray, with its next call. Ray reads this
-# variable when it is imported.
+# Ray reads these variables when it is imported.
+# A thread that Ray Data does not end would otherwise connect again, or start Ray, with its next call.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+# Ray copies the logs of replicas to ours. By default it leaves out a line that equals another replica's line in all but
+# its numbers, so that requests would be missing from the log.
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")

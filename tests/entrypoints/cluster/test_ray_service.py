@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,21 @@ def test_replicas_are_on_different_nodes_and_answer_as_one_server(service: Servi
     assert len(service.replicas()) == 2
 
 
-def test_request_has_a_line_with_its_id_in_the_logs_of_server_and_replica(service: Service) -> None:
-    """Ray copies the log of a replica, which knows the tokens, to the server's."""
-    answered = service.post("The passkey is 4711.\nThe passkey is", max_tokens=5)
-    request_id = answered.headers["x-request-id"]
-    assert answered.json()["id"] == f"cmpl-{request_id}"
+def test_each_request_has_a_line_with_its_id_in_the_logs_of_server_and_replica(service: Service) -> None:
+    """Ray copies the log of a replica, which knows the tokens, to the server's. Lines that look alike are all there."""
+    prompts = [f"{number} is the prompt's own number, which may lead to either replica." for number in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(partial(service.post, max_tokens=5, ignore_eos=True), prompts))
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert [answer.json()["id"] for answer in answers] == [f"cmpl-{request_id}" for request_id in ids]
 
-    def lines() -> list[str]:
+    def lines(request_id: str) -> list[str]:
         return [line for line in service.log.read_text().splitlines() if request_id in line]
 
-    service.wait_for(lambda: len(lines()) == 2, "both lines")
-    assert [line for line in lines() if "answer 5 tokens" in line] and all(" 200 in " in line for line in lines())
+    service.wait_for(lambda: all(len(lines(request_id)) == 2 for request_id in ids), "both lines of all requests")
+    for request_id in ids:
+        assert all(" 200 in " in line for line in lines(request_id))
+        assert len([line for line in lines(request_id) if "answer 5 tokens" in line]) == 1
 
 
 def test_questions_reach_the_replica_that_holds_their_document(service: Service) -> None:
