@@ -41,6 +41,16 @@ CASES: dict[str, dict[str, Any]] = {  # simulated_gib: memory of a smaller GPU, 
     "all-gpu": {"model": "qwen3-0.6b", "max_model_len": 40960, "num_kvcache_blocks": 200},
     "8b-24gib": {"model": "qwen3-8b", "enable_cpu_offload": True, "simulated_gib": 24},
     "8b-24gib-all-gpu": {"model": "qwen3-8b", "max_model_len": 8192, "simulated_gib": 24},
+    "gpt-oss-20b": {"model": "gpt-oss-20b", "max_model_len": 40960, "num_kvcache_blocks": 400, "max_num_seqs": 64},
+    "gemma-31b-24gib": {
+        "model": "gemma-4-31b",
+        "quantization": "int4",
+        "max_model_len": 40960,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 2048,
+        "enable_cpu_offload": True,
+        "simulated_gib": 25.6,
+    },
     "draft-head": README | {"model": "qwen3.5-9b", "speculation": "mtp", "max_num_seqs": 64},
 }
 NUM_SHORT_PROMPTS = 600

@@ -52,6 +52,11 @@ def offload(name: str, arguments: str, compare: str | None = "", **options: Any)
     return bench(f"offload-{name}", f"bench_offload.py {arguments}", *more, **options)
 
 
+def small_gpu(model: str, memory_gb: float, arguments: str) -> Job:
+    arguments = f"-m benchmarks.small_gpu --model {model} --memory-gb {memory_gb} {arguments}"
+    return bench(f"small-gpu-{model}", arguments, timeout_s=900)
+
+
 def serving(name: str, options: str, arguments: str) -> Job:
     """Make a workload of bench_serve.py on a server with these engine options and random weights."""
     command = f"nanovllm serve --model {{model}} --load-format dummy --port {{port}} {options}"
@@ -145,6 +150,10 @@ JOBS = [
     guesses("mtp-27b-512k", f"--speculation mtp --model qwen3.5-27b {LONG_HYBRID}", timeout_s=1200),
     guesses("mtp-9b-131k", "--speculation mtp --model qwen3.5-9b --max-model-len 131072"),
     guesses("mtp-9b-131k-all-gpu", "--speculation mtp --model qwen3.5-9b --max-model-len 131072 --num-gpu-blocks 0"),
+    bench("gpt-oss-20b", "bench.py --model gpt-oss-20b --long --max-model-len 41984 --runs 3"),
+    bench("gpt-oss-20b-throughput", "bench.py --model gpt-oss-20b --runs 3"),
+    small_gpu("gemma-4-31b", 22.9, "--quantization int4 --max-model-len 131072 --runs 2"),
+    small_gpu("gpt-oss-120b", 14.9, "--runs 3"),
     bench("disk", "-m benchmarks.bench_disk --path kv-on-disk --restart --beside --model qwen3-0.6b"),
     bench("disk-hybrid", "-m benchmarks.bench_disk --path kv-on-disk --restart --model qwen3.5-9b"),
     serving("chats", "--max-model-len 4096 --max-num-seqs 256", "--concurrency 256 --against-generate"),
@@ -321,6 +330,14 @@ TARGETS = [
         1.7,
     ),
     Target("the same, draft head right at 0.95 / none", "guesses-mtp-27b-512k", "ratio_to_plain_at_0.95", 4),
+    Target("gpt-oss-20b, prefill 41K / bound", "gpt-oss-20b", PREFILL_SHARE, 0.5),
+    Target("gpt-oss-20b, decode at 41K / bound", "gpt-oss-20b", DECODE_SHARE, 0.6),
+    at_most("Gemma-4-31B, int4, 131K: GPU memory", "small-gpu-gemma-4-31b", "held_gpu_bytes", 23 * 2**30, "B"),
+    at_most("the same, second question / first", "small-gpu-gemma-4-31b", "second_question_ttft_ratio", 0.05),
+    at_most(
+        "gpt-oss-120b, experts on the CPU: GPU memory", "small-gpu-gpt-oss-120b", "held_gpu_bytes", 15 * 2**30, "B"
+    ),
+    Target("the same, decode", "small-gpu-gpt-oss-120b", "decode_tok_per_s", 30, "tok/s"),
     *(
         at_most(f"{what}: second question after a restart / first", job, "restart_share", 0.2)
         for what, job in (("Qwen3-0.6B", "disk"), ("Qwen3.5-9B", "disk-hybrid"))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from http_server import http_server
 import bench
 import bench_offload
 import bench_serve
-from benchmarks import gguf_shapes, real_model
+from benchmarks import gguf_shapes, real_model, small_gpu
 from benchmarks.common import Ceilings
 from nanovllm import LLM, AsyncLLM
 from nanovllm.checkpoint.read_config import config_without_weights, load_config
@@ -44,7 +45,7 @@ def run_main(
     """A function that runs a benchmark's `main` on a CPU, and returns its last line."""
 
     def run_main(module: Any, *options: str) -> dict[str, Any]:
-        monkeypatch.setattr(module, "measure_ceilings", lambda: CEILINGS)
+        monkeypatch.setattr(module, "measure_ceilings", lambda: CEILINGS, raising=False)
         monkeypatch.setattr(module, "LLM", lambda model, **options: LLM(model, device="cpu", **options))
         for name in ("reset_peak_memory_stats", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -52,7 +53,7 @@ def run_main(
         argv = ["--model", str(model), "--max-model-len", "2048", "--load-format", "auto", "--runs", "1", *options]
         monkeypatch.setattr(sys, "argv", ["bench", *argv])
         module.main()
-        return last_line(capsys, argparse.Namespace(model=0, runs=0))
+        return last_line(capsys, argparse.Namespace(model=0, runs=0, memory_gb=0))
 
     return run_main
 
@@ -68,6 +69,17 @@ def test_bench_offload_small(run_main: Any) -> None:
     sizes = ("--num-gpu-blocks", "3", "--block-size", "256", "--decode-tokens", "8", "--compare", "")
     result = run_main(bench_offload, *sizes)
     assert result["offload_prefill_tok_per_s"] > 0 and result["num_missing_blocks"] == 7 - (3 - 1)
+
+
+def test_small_gpu_small(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=16 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a laptop's")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 16 * 2**30))
+    result = run_main(small_gpu, "--memory-gb", "4")
+    for key in ("prefill_tok_per_s", "decode_tok_per_s", "second_question_ttft_ratio"):
+        assert result[key] > 0
+    assert not result["chosen_enable_cpu_offload"] and result["held_gpu_bytes"] == 15 * 2**30
 
 
 def test_bench_serve_small(
