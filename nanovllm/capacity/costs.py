@@ -15,7 +15,14 @@ from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
-from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
+from nanovllm.plan.kv_spec import (
+    KVCacheSpec,
+    dtype_name,
+    kv_cache_spec,
+    kv_heads_of_rank,
+    uses_draft_head,
+    value_bytes,
+)
 from nanovllm.plan.step_limits import MAX_CPU_EXPERT_ROWS, MIN_UNPACKED_PAIRS, UNPACKED_EXPERT_BYTES
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -36,6 +43,7 @@ class _Size(NamedTuple):
     num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
     formats: tuple[Quantization | None, ...]  # of each layer
     has_bias: bool
+    num_kv_heads: int  # as in Linear
 
     @property
     def num_params(self) -> int:
@@ -55,7 +63,9 @@ class _Size(NamedTuple):
         each has its own scales.
         """
         total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
-        for rows, format in zip(self.rows, self.formats, strict=True):
+        num_copies = max(1, num_ranks // self.num_kv_heads) if self.num_kv_heads else 1
+        for i, (rows, format) in enumerate(zip(self.rows, self.formats, strict=True)):
+            rows *= num_copies if i else 1
             if format is None or not format.stays_packed(num_columns, num_sharing):
                 total += rows * self.columns * itemsize
                 continue
@@ -123,7 +133,9 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 def _size_of(weight: Linear, model: ModelConfig) -> _Size:
     formats = weight.first_expert_formats(model)
-    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats, weight.bias)
+    return _Size(
+        weight.rows, weight.columns, weight.split, weight.num_experts, formats, weight.bias, weight.num_kv_heads
+    )
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
@@ -329,8 +341,8 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
     attention = ((4 * size + max(4, size)) * max(head_dims) + 3 * 4) * model.num_heads // tp
     if model.window is not None:
         # A chunk's K and V, and the same with the preceding window (capabilities/windows)
-        kv_heads = model.window.num_kv_heads
-        attention += 2 * 2 * size * kv_heads * model.window.head_dim // tp
+        kv_heads = len(kv_heads_of_rank(model.window.num_kv_heads, tp))
+        attention += 2 * 2 * size * kv_heads * model.window.head_dim
     mlp = size * 3 * model.intermediate_size // tp
     if model.recurrent is not None:
         r = model.recurrent

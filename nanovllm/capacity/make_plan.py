@@ -22,6 +22,7 @@ from nanovllm.plan.kv_spec import (
     StagingSizes,
     dtype_name,
     kv_cache_spec,
+    kv_heads_of_rank,
     max_useful_blocks,
     num_blocks_for,
     with_watermark,
@@ -144,14 +145,14 @@ def _spec_and_pool(
 def heads_problem(config: Config, model: ModelConfig) -> str | None:
     """Return the reason why the ranks cannot share the heads evenly, or None if they can."""
     tp, recurrent = config.tensor_parallel_size, model.recurrent
-    if model.num_kv_heads % tp:
-        divisor = f"choose a divisor of {model.num_kv_heads}"
-        return f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size={tp}; {divisor}"
-    if model.window is not None and model.window.num_kv_heads % tp:
-        return (
-            f"the {model.window.num_kv_heads} KV heads of layers with a window are not divisible by "
-            f"tensor_parallel_size={tp}; choose a divisor"
-        )
+    if model.num_heads % tp:
+        divisor = f"choose a divisor of {model.num_heads}"
+        return f"num_attention_heads={model.num_heads} is not divisible by tensor_parallel_size={tp}; {divisor}"
+    try:
+        for num_kv_heads in (model.num_kv_heads, *([] if model.window is None else [model.window.num_kv_heads])):
+            kv_heads_of_rank(num_kv_heads, tp)
+    except ConfigError as error:
+        return str(error)
     if recurrent is not None and (recurrent.num_key_heads % tp or recurrent.num_value_heads % tp):
         return (
             f"the {recurrent.num_key_heads} key heads and {recurrent.num_value_heads} value heads of recurrent layers "

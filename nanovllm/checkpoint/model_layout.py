@@ -31,7 +31,8 @@ class Linear:
 
     split: the features that are divided among ranks, "rows" (output) or "columns" (input), or None if each rank has
     the whole weight. num_experts: the number of experts with these layers, or 0 for a weight that every token uses.
-    on_cpu: True if the experts are in CPU memory.
+    on_cpu: True if the experts are in CPU memory. num_kv_heads: the heads of all layers but the first, of which ranks
+    have copies if there are more ranks, or 0 if all layers have other rows on each rank.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Linear:
     bias: bool = False
     num_experts: int = 0
     on_cpu: bool = False
+    num_kv_heads: int = 0
     may_be_quantized: bool = True
     own_format: Quantization | None = None  # a format that quantization_config does not name
 
@@ -177,7 +179,8 @@ def _attention(c: ModelConfig, name: str, kind: str) -> Iterator[LayoutEntry]:
     q, kv = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv}
     qkv |= {} if c.v_from_k(kind) else {"v_proj": kv}
-    yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
+    heads_and_bias: dict[str, Any] = {"num_kv_heads": heads.num_kv_heads, "bias": c.qkv_bias}
+    yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", **heads_and_bias)
     yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
     if c.has_sinks:
         yield Tensor(f"{name}.sinks", (c.num_heads,))

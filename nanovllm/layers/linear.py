@@ -30,6 +30,7 @@ from nanovllm.layers.packed_weight import (
     new_parameter,
     rounded_to_fp8,
 )
+from nanovllm.plan.kv_spec import kv_heads_of_rank
 from nanovllm.utils.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 Weight: TypeAlias = "nn.Parameter | PackedWeight | StackedWeight"
@@ -339,7 +340,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """The q, k and v projections as one product; each rank owns num_heads / tp heads and num_kv_heads / tp kv heads.
+    """The q, k and v projections as one product; each rank owns num_heads / tp heads and their kv heads
+    (`kv_heads_of_rank`).
 
     `split` returns q [T, H, D], k [T, K, D] and v [T, K, D] of this rank, and gates [T, H, D] if `gated`, as views of
     the product. With gates, q_proj has for each head the rows of q followed by the rows of the gate. `head_rows` is the
@@ -361,13 +363,13 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         head_rows: Sequence[slice] | None = None,
         v_from_k: bool = False,
     ) -> None:
-        heads = divide(num_heads, tp.size, "num_attention_heads")
-        kv_heads = divide(num_kv_heads, tp.size, "num_key_value_heads")
+        num_local = divide(num_heads, tp.size, "num_attention_heads")
+        heads = range(tp.rank * num_local, (tp.rank + 1) * num_local)
+        kv_heads = kv_heads_of_rank(num_kv_heads, tp.size, tp.rank)
         q_rows, whole = (2 if gated else 1) * head_dim, [slice(0, head_dim)]
 
-        def rows(layer: int, num_heads: int, per_head: int, order: Sequence[slice]) -> list[Rows]:
-            first = tp.rank * num_heads
-            starts = [head * per_head for head in range(first, first + num_heads)]
+        def rows(layer: int, heads: range, per_head: int, order: Sequence[slice]) -> list[Rows]:
+            starts = [head * per_head for head in heads]
             return [Rows(layer, slice(start + each.start, start + each.stop)) for start in starts for each in order]
 
         parts = rows(0, heads, q_rows, head_rows or whole) + rows(1, kv_heads, head_dim, head_rows or whole)
@@ -377,7 +379,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         sizes = [num_heads * q_rows, *[num_kv_heads * head_dim] * (1 if v_from_k else 2)]
         super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, formats=formats, parts=_joined(parts))
         self.head_dim, self.v_from_k = head_dim, v_from_k
-        self.heads_per_part = [heads, kv_heads, 0 if v_from_k else kv_heads, heads if gated else 0]
+        num_v_heads, num_gates = 0 if v_from_k else len(kv_heads), num_local if gated else 0
+        self.heads_per_part = [num_local, len(kv_heads), num_v_heads, num_gates]
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split the product into views, as the class describes. Hot: once per layer."""

@@ -5,6 +5,7 @@ from enum import IntEnum
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
 # Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. If admission left
@@ -239,6 +240,19 @@ def uses_draft_head(config: Config, model: ModelConfig) -> bool:
     )
 
 
+def kv_heads_of_rank(num_kv_heads: int, num_ranks: int, rank: int = 0) -> range:
+    """Return the KV heads of a rank: an equal share or, with fewer heads than ranks, one head, of which several ranks
+    have a copy. Raises ConfigError if that is not possible.
+    """
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads={num_kv_heads} cannot be shared by tensor_parallel_size={num_ranks} ranks; choose a "
+            f"divisor or a multiple of {num_kv_heads}"
+        )
+    first, count = rank * num_kv_heads // num_ranks, max(1, num_kv_heads // num_ranks)
+    return range(first, first + count)
+
+
 def kv_cache_spec(
     config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
 ) -> KVCacheSpec:
@@ -247,7 +261,7 @@ def kv_cache_spec(
     return KVCacheSpec(
         num_layers=model.num_attention_layers + (uses_draft_head(config, model) and not config.enable_cpu_offload),
         block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads // tp_size,
+        num_kv_heads=len(kv_heads_of_rank(model.num_kv_heads, tp_size)),
         head_dim=model.head_dim,
         itemsize=itemsize,
         attention_scale=model.attention_scale,
@@ -264,7 +278,7 @@ def _state_spec(
         return WindowSpec(
             num_layers=model.num_window_layers,
             window=window.num_tokens,
-            num_kv_heads=window.num_kv_heads // tp_size,
+            num_kv_heads=len(kv_heads_of_rank(window.num_kv_heads, tp_size)),
             head_dim=window.head_dim,
             scale=window.scale,
             itemsize=itemsize,

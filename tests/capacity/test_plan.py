@@ -36,6 +36,7 @@ from nanovllm.engine.setup import measure_cpu_memory
 from nanovllm.engine.step_loop import LinkMeter
 from nanovllm.entrypoints.planner import PlanOptions, plan_table
 from nanovllm.errors import ConfigError
+from nanovllm.models.decoder import Attention
 from nanovllm.models.loader import build_model
 from nanovllm.offload.offload_engine import measure_link
 from nanovllm.offload.streams import ImmediateStreams, make_streams
@@ -128,6 +129,23 @@ def test_scales_of_ranks_that_share_columns_count_on_each(monkeypatch: pytest.Mo
         planned.append(weight_bytes(config, stored, is_packed=True))
     saved = [sizes[0] - size for size in sizes[1:]]  # without what all ranks have
     assert [planned[0] - size for size in planned[1:]] == pytest.approx(saved, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "gemma-4-12b"])
+def test_copies_of_kv_heads_count_on_each_rank(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Qwen3.5-9B has 4 KV heads, Gemma 4 12B 8 in layers with a window and 1 in the others."""
+    monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
+    whole = config_without_weights(name)
+    model, sizes, planned = replace(whole, num_layers=6, layer_kinds=whole.layer_kinds[:6]), [], []
+    for num_ranks in (1, 8):
+        config = Config(model="m", tensor_parallel_size=num_ranks)
+        with FakeTensorMode():
+            tp = TPGroup(num_ranks - 1, num_ranks)
+            built = build_model(model, tp, max_model_len=128, dtype=torch.bfloat16, device="cuda")
+            size = sum(module.qkv_proj.weight.nbytes for module in built.modules() if isinstance(module, Attention))
+        sizes.append(size * num_ranks)
+        planned.append(weight_bytes(config, model, is_packed=True) * num_ranks)
+    assert 0 < sizes[1] - sizes[0] == pytest.approx(planned[1] - planned[0], abs=8)
 
 
 def hybrid_plan(name: str = "qwen3.5-9b", machine: Machine = H200, **options: Any) -> CapacityPlan:
@@ -427,7 +445,7 @@ def test_plan_capacity_is_what_the_engine_runs_at_once(tiny: str, options: dict[
 def test_make_plan_bad_shapes_raise() -> None:
     with pytest.raises(ConfigError, match="more than the 40960 tokens"):
         plan_for(max_model_len=50000)
-    with pytest.raises(ConfigError, match="num_kv_heads=8 is not divisible by tensor_parallel_size=3"):
+    with pytest.raises(ConfigError, match="num_attention_heads=16 is not divisible by tensor_parallel_size=3"):
         plan_for(tensor_parallel_size=3)
 
 

@@ -13,6 +13,7 @@ from cpu_splits import splitting
 from dense_model import random_prompt
 from integrity import check_scheduler
 from processes import is_gone, worker_pids_of
+from tiny_models import write_tiny_model
 from waiting import LIMIT_S
 
 from nanovllm import LLM, SamplingParams
@@ -44,6 +45,25 @@ def test_two_ranks_give_the_logits_of_transformers(
         llm.answer_and_check(PROMPTS)
         llm.answer_and_check([PROMPTS[3] + [5, 6, 7]])  # a prefix hit
         llm.assert_nothing_left()
+    assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma4"])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_ranks_with_copies_of_the_same_kv_head_give_the_logits_of_transformers(
+    tmp_path: Path, architecture: str, num_gpu_blocks: int | None
+) -> None:
+    """Also with KV on disk, which a second engine reads."""
+    sizes: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 1, "max_position_embeddings": 8192}
+    reference = Reference(write_tiny_model(tmp_path / "model", architecture, **sizes))
+    options = TWO_RANKS | cache_options(num_gpu_blocks) | {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_gb": 1}
+    for is_restarted in (False, True):
+        with CheckedLLM(reference, **options) as llm:
+            llm.answer_and_check([PROMPTS[3]])
+            llm.answer_and_check([PROMPTS[3] + [5, 6, 7], PROMPTS[4]])
+            llm.assert_nothing_left()
+            assert (llm.stats()["num_disk_hit_tokens"] > 0) == is_restarted
     assert_nothing_is_left()
 
 

@@ -79,8 +79,11 @@ def test_merged_column_two_ranks_holds_a_part_of_each_layer() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "gated", "rows"), [(2, False, None), (8, True, [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)])]
 )
-def test_qkv_two_ranks_split_into_whole_heads_with_their_gates(head_dim: int, gated: bool, rows: Any) -> None:
-    """q_proj has a head's rows before those of its gate. `rows`: the order of the rows of q and k in a head."""
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_qkv_of_ranks_is_whole_heads_with_their_gates(head_dim: int, gated: bool, rows: Any, num_ranks: int) -> None:
+    """q_proj has a head's rows before those of its gate. `rows`: the order of the rows of q and k in a head. Of the two
+    heads of k and v, two of four ranks have a copy.
+    """
     x, order = torch.randn(3, 8), [*range(head_dim)] if rows is None else [0, 1, 4, 5, 2, 3, 6, 7]
     weights = [torch.randn(heads * head_dim, 8) for heads in (4 * (1 + gated), 2, 2)]
 
@@ -91,10 +94,11 @@ def test_qkv_two_ranks_split_into_whole_heads_with_their_gates(head_dim: int, ga
 
     q_gates, k, v = (F.linear(x, weight).view(3, -1, head_dim) for weight in weights)
     expected = [q_gates[:, :: 1 + gated, order], k[:, :, order], v, *([q_gates[:, 1::2]] if gated else [])]
-    for rank, (*parts, gates) in enumerate(run_ranks(2, work)):
+    for rank, (*parts, gates) in enumerate(run_ranks(num_ranks, work)):
         assert gated or not gates.numel()
         for part, whole in zip([*parts, gates][: len(expected)], expected, strict=True):
-            torch.testing.assert_close(part, whole.chunk(2, 1)[rank])
+            num_parts = min(num_ranks, whole.shape[1])
+            torch.testing.assert_close(part, whole.chunk(num_parts, 1)[rank * num_parts // num_ranks])
 
 
 @pytest.mark.parametrize("vocab_size", [2, 11, 12, 13])
@@ -120,8 +124,8 @@ def test_sizes_not_divisible_by_ranks_raise() -> None:
     tp = TPGroup(0, 4)
     with pytest.raises(ConfigError, match="num_attention_heads=14 is not divisible by tensor_parallel_size=4"):
         QKVParallelLinear(8, 2, 14, 2, bias=False, tp=tp, dtype=FP32)
-    with pytest.raises(ConfigError, match="num_key_value_heads=2"):
-        QKVParallelLinear(8, 2, 16, 2, bias=False, tp=tp, dtype=FP32)
+    with pytest.raises(ConfigError, match="num_key_value_heads=6 cannot be shared by tensor_parallel_size=4 ranks"):
+        QKVParallelLinear(8, 2, 24, 6, bias=False, tp=tp, dtype=FP32)
     with pytest.raises(ConfigError, match="output features=6"):
         MergedColumnParallelLinear(8, [6], bias=False, tp=tp, dtype=FP32)
     with pytest.raises(ConfigError, match="input features=6"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
+from thread_ranks import run_ranks
 from tiny_models import ARCHITECTURES as KINDS
 from tiny_models import GEMMAS, HYBRIDS, ROPES, greedy_reference, reference_model, write_tiny_model
 
@@ -77,6 +78,22 @@ def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str
     tokens = run_greedy(load_model(tmp_path), random_prompt(20), 24)
     assert tokens == greedy_reference(tmp_path, random_prompt(20), 24)
     assert len(set(tokens)) >= 12
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_kv_heads", "num_ranks"),
+    [("qwen2", 1, 2), ("qwen3_5", 1, 2), ("gemma4", 1, 2), ("gpt_oss", 1, 4), ("llama", 2, 4)],
+)
+def test_logits_of_more_ranks_than_kv_heads_match_transformers(
+    tmp_path: Path, architecture: str, num_kv_heads: int, num_ranks: int
+) -> None:
+    """The layers of the Gemma that have a window have two KV heads, one for each rank."""
+    write_tiny_model(tmp_path, architecture, num_layers=4, num_kv_heads=num_kv_heads)
+    prompt = random_prompt(40)
+    with torch.no_grad():
+        expected = reference_model(tmp_path)(torch.tensor([prompt])).logits[0]
+    for logits in run_ranks(num_ranks, lambda tp: run_logits(load_model(tmp_path, tp), prompt, chunk=23)):
+        assert (logits - expected).abs().max() < TOLERANCE
 
 
 def test_presets_have_the_published_number_of_parameters() -> None:

@@ -12,6 +12,7 @@ from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model, load_weights
+from nanovllm.plan.kv_spec import kv_heads_of_rank
 
 
 def state_rows(
@@ -45,7 +46,7 @@ class DenseAttention:
 
         def cache(kind: str, num_layers: int) -> torch.Tensor:
             heads = config.attention(kind)
-            shape = (2, num_layers, 1, num_tokens, heads.num_kv_heads // tp.size, heads.head_dim)
+            shape = (2, num_layers, 1, num_tokens, len(kv_heads_of_rank(heads.num_kv_heads, tp.size)), heads.head_dim)
             return torch.zeros(shape, dtype=dtype, device=model.device)
 
         self.config = config
