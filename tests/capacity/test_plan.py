@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dense_model import random_prompt
+from tiers import tiered
 from tiny_models import write_tiny_model
 from torch._subclasses import FakeTensorMode
 
@@ -85,7 +86,9 @@ def test_activation_bytes_of_qwen3_are_those_measured() -> None:
     assert activation_bytes(config, MODEL, 40960, max_num_rows=4) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize(
+    "name", tiered(("qwen3-8b", "qwen3-30b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b"), ("qwen3-8b", "qwen3.5-35b-a3b"))
+)
 def test_weight_bytes_of_packed_weights_are_those_of_the_built_model(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quantized_models import FORMATS, GPTQ, SKIPPED, gptq, write_quantized
 from rounded_weights import round_weights, rounded
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
-from tiers import RUNS_ALL
+from tiers import RUNS_ALL, tiered
 from tiny_models import EXPERTS, reference_model, write_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(directory, "qwen2", max_position_embeddings=1024, **sizes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        FORMATS,
+        (
+            "fp8 blocks",
+            "float channel",
+            "packed 4 zeros",
+            "packed 4 order",
+            "awq dynamic",
+            "gptq dynamic",
+            "auto-round",
+        ),
+    ),
+)
 def test_logits_are_those_of_transformers_with_the_values(tmp_path: Path, plain: Path, name: str) -> None:
     quantized, values = write_quantized(plain, tmp_path, name)
     with torch.no_grad():
@@ -210,8 +225,13 @@ def test_checkpoint_of_compressed_tensors_has_the_values_that_the_library_comput
     assert (expected - weight).abs().max() < 0.5
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    tiered(
+        product(QUANTIZATIONS, ("qwen3", "qwen3_moe")),
+        [("int4", "qwen3_moe"), *((name, "qwen3") for name in QUANTIZATIONS)],
+    ),
+)
 def test_quantizing_while_loading_gives_the_values_of_the_rounded_weights(
     tmp_path: Path, name: str, architecture: str
 ) -> None:

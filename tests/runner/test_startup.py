@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
+from tiers import tiered
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -150,7 +151,7 @@ def pass_of_static_rows(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, st
 SHADOW_ATTEND, DELTA_NET = Shadow.attend, delta_net.delta_net
 
 
-@pytest.mark.parametrize("kind", COMPANIONS)
+@pytest.mark.parametrize("kind", tiered(COMPANIONS, ("states and a draft head", "shadow")))
 def test_profile_memory_releases_companions_and_their_drafts_by_counting_references(
     kind: str, num_cpu_blocks: int, fake_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,14 @@
 """Prompts that begin with the same tokens compute these once, also if they arrive while these are being computed."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
 from content_model import Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from tiers import examples, tiered
 
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
@@ -54,8 +55,7 @@ def least(prompts: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize(("cache", "recurrent"), KINDS)
-@pytest.mark.parametrize("chunked_prefill", [True, False])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("chunked_prefill", "depth"), tiered(product((True, False), (0, 1)), [(True, 1), (False, 0)]))
 def test_answers_and_questions_compute_what_they_share_once(
     cache: str, recurrent: bool, chunked_prefill: bool, depth: int
 ) -> None:

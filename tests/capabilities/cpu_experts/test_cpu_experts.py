@@ -1,6 +1,5 @@
 """Engines whose experts are in CPU memory: every logit is transformers', whatever else the engine does."""
 
-import gc
 import json
 import os
 import random
@@ -418,24 +417,21 @@ def test_no_thread_and_no_memory_is_left(open_llm: Callable[..., LLM], name: str
     before = threads()
     llm = open_llm(**ENGINES[name])
     assert threads() - before
-    llm.runner.freeze_objects()
-    try:
-        llm.generate([list(range(200)) * 3], greedy(), use_tqdm=False)
-        held = owners(llm)
-        if ends == "failed":
-            llm.runner.model.cpu_experts._compute = broken
-            with pytest.raises(ZeroDivisionError):
-                llm.generate([[1, 2, 3]], greedy(), use_tqdm=False)
-            with pytest.raises(EngineError, match="a step failed with ZeroDivisionError"):
-                llm.generate([[1, 2, 3]], greedy(), use_tqdm=False)
-        if ends != "dropped":
-            llm.close()
-            llm.close()
-            assert not threads() - before
-        del llm
-        assert [each() for each in held] == [None] * len(held)
-    finally:
-        gc.unfreeze()
+    llm.runner.freeze_objects()  # for good, see test_dropped_engine.py
+    llm.generate([list(range(200)) * 3], greedy(), use_tqdm=False)
+    held = owners(llm)
+    if ends == "failed":
+        llm.runner.model.cpu_experts._compute = broken
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1, 2, 3]], greedy(), use_tqdm=False)
+        with pytest.raises(EngineError, match="a step failed with ZeroDivisionError"):
+            llm.generate([[1, 2, 3]], greedy(), use_tqdm=False)
+    if ends != "dropped":
+        llm.close()
+        llm.close()
+        assert not threads() - before
+    del llm
+    assert [each() for each in held] == [None] * len(held)
     assert not threads() - before
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from quantized_models import FORMATS, write_quantized
+from tiers import tiered
 from tiny_models import write_tiny_model
 from torch import nn
 
@@ -133,7 +134,13 @@ def test_experts_in_one_tensor_are_divided(tmp_path: Path) -> None:
     assert stored_types(path) == ["F32"] * 3
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        (name for name in FORMATS if name not in REFUSED),
+        ("fp8 blocks", "fp8 tensor", "float tensor", "packed 4", "packed 8 channel", "awq", "gptq dynamic"),
+    ),
+)
 def test_quantized_checkpoints_keep_their_values(tmp_path: Path, plain: Path, name: str) -> None:
     path, _ = write_quantized(plain, tmp_path, name)
     names = stored_types(path)
@@ -153,7 +160,7 @@ def test_columns_in_another_order_are_refused(tmp_path: Path, plain: Path, name:
         load(path, TPGroup(), stores=True)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", tiered(QUANTIZATIONS, ("int4", "int8", "fp8")))
 def test_quantized_at_loading(plain: Path, quantization: str) -> None:
     """Each of two ranks has 128 columns of down, half of a block of 256."""
     both = {"int4": ("Q4_K", "Q4_1"), "int5": ("Q5_K", "Q5_1"), "int6": ("Q6_K", "Q8_0"), "int8": ("Q8_0", "Q8_0")}
@@ -164,7 +171,12 @@ def test_quantized_at_loading(plain: Path, quantization: str) -> None:
         assert stored_types(plain, quantization=quantization, **options) == expected
 
 
-@pytest.mark.parametrize("name", [*ALL_BLOCKS, "Q4_K Q6_K Q8_0 Q5_K"])
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        (*ALL_BLOCKS, "Q4_K Q6_K Q8_0 Q5_K"), ("Q4_0", "Q5_1", "Q4_K", "IQ4_XS", "MXFP4", "BF16", "Q4_K Q6_K Q8_0 Q5_K")
+    ),
+)
 def test_blocks_of_gguf_files_keep_their_values(tmp_path: Path, plain: Path, name: str) -> None:
     """Two ranks share the columns of down, 256. Half of a block of 256 is stored as values, as on a GPU."""
     path = write_gguf(tmp_path / "x.gguf", plain, types=name.split(), fused_experts=name == "Q5_1")

@@ -29,6 +29,7 @@ from disk_engines import (
     wait_until_stored,
 )
 from integrity import check_scheduler
+from tiers import tiered
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -58,7 +59,7 @@ def test_closed_engine_keeps_none_of_its_kv_cache(path: Path, cache: str) -> Non
 # -- a restart ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", tiered(CACHES, ("all GPU, large blocks", "offload")))
 def test_restarted_engine_reads_the_document_from_disk(model: Reference, path: Path, cache: str) -> None:
     """With recurrent layers it begins at the state on disk, and nothing after the state was stored."""
     expected = HIT // 512 * 512 if "large" in cache else HIT

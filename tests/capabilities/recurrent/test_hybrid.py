@@ -11,7 +11,7 @@ from quantized_models import write_quantized
 from rounded_weights import round_weights
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
-from tiers import RUNS_ALL
+from tiers import RUNS_ALL, tiered
 from tiny_models import HYBRIDS, RECURRENT, ROPES, reference_model, write_tiny_model
 
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
@@ -134,7 +134,7 @@ def test_quantized_checkpoints_have_the_logits_of_their_values(tmp_path: Path, a
         torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", tiered(QUANTIZATIONS, ("int4", "int8", "fp8_dynamic")))
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_all_but_the_gates_of_states_are_quantized_while_loading(tmp_path: Path, architecture: str, name: str) -> None:
     """Columns that are not whole blocks on each rank stay as they are."""

@@ -3,6 +3,7 @@ states.
 """
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dense_model import random_prompt
 from odd_drafters import OddDrafter, drafter_of
 from offload_workload import BLOCK, DOCUMENT, MIXED, prompts_of, serve_everything
 from simulated_streams import SimulatedStreams
+from tiers import tiered
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
@@ -217,9 +219,13 @@ def test_ranks_that_would_share_a_head_are_refused(hybrid: Reference) -> None:
         LLM(str(hybrid.directory), device="cpu", tensor_parallel_size=4)
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 20])
-@pytest.mark.parametrize("chunked_prefill", [True, False])
-@pytest.mark.parametrize("works_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "chunked_prefill", "works_ahead"),
+    tiered(
+        product((None, 20), (True, False), (False, True)),
+        [(None, True, True), (None, False, False), (20, True, False), (20, False, True)],
+    ),
+)
 def test_n_answers_compute_the_prompt_once(
     hybrid: Reference, num_gpu_blocks: int | None, chunked_prefill: bool, works_ahead: bool
 ) -> None:
