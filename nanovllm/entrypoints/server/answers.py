@@ -207,7 +207,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return RequestOutput(output, text="", token_ids=[], logprobs=[], finish_reason="length")
 
     def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
-        logprobs = None
+        logprobs, text = None, self._prompt_text(index) + (output["text"] or "")
         if self._body.logprobs is not None:
             first_text = ""
             entries: Iterable[TokenLogprobs | None] = output.get("logprobs", [])
@@ -215,9 +215,11 @@ class CompletionAnswer(Answer[CompletionRequest]):
                 first_text = self._service.llm.text.decode(output["prompt_token_ids"][:1])
                 entries = chain(prompt_entries, entries)
             logprobs = completion_logprobs(entries, self._body.logprobs, first_text=first_text)
+            if self._body.echo:
+                shift_offsets(logprobs, text)
         return {
             "index": index,
-            "text": self._prompt_text(index) + (output["text"] or ""),
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": output["finish_reason"],
         }
@@ -265,6 +267,15 @@ def completion_logprobs(
         columns["text_offset"].append(offset)
         offset += len(text)
     return columns
+
+
+def shift_offsets(columns: dict[str, Any], text: str) -> None:
+    """Let offsets be places in `text`, which may lack what a tokenizer adds to a string: a token for the beginning, and
+    the space before the first word.
+    """
+    beginning = "".join(columns["tokens"][:2])
+    num_missing = next(i for i in range(len(beginning) + 1) if text.startswith(beginning[i:]))
+    columns["text_offset"] = [max(0, offset - num_missing) for offset in columns["text_offset"]]
 
 
 def chat_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> dict[str, Any]:

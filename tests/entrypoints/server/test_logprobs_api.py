@@ -1,13 +1,20 @@
 """Log-probabilities in OpenAI's two forms and in vLLM's, and what lm_eval asks for, against those of the engine."""
 
 import json
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
+from http_server import OPTIONS
+from tiny_models import write_tiny_model
+from tokenizer_kinds import write_tokenizer
 
 from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.entrypoints.server import make_app
 from nanovllm.entrypoints.server.answers import chat_logprobs, completion_logprobs
 from nanovllm.entrypoints.server.errors import dumps_in_parts
 from nanovllm.plan.outputs import Logprob
@@ -68,6 +75,23 @@ def test_completion_echo_with_logprobs_scores_the_prompts(client: openai.OpenAI,
             assert "".join(logprobs.tokens) == choice.text
             assert logprobs.text_offset == list(range(len(prompt) + max_tokens))
         assert done.usage is not None and done.usage.completion_tokens == n * max_tokens
+
+
+@pytest.mark.parametrize("kind", ["byte level", "SentencePiece"])
+def test_offsets_of_an_echo_are_places_in_its_text(tmp_path: Path, kind: str) -> None:
+    """Regression: they counted the token for the beginning, which the tokenizer adds and the text of a string lacks."""
+    model = write_tiny_model(tmp_path, "llama", vocab_size=384)
+    write_tokenizer(kind, model)
+    body = {"echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 3}
+    with closing(AsyncLLM(str(model), device="cpu")) as engine, TestClient(make_app(engine, OPTIONS)) as web:
+        ids = engine.llm.tokenizer.encode("the wine")
+        for prompt in ("the wine", ids, ids[1:]):
+            (choice,) = web.post("/v1/completions", json={"prompt": prompt, **body}).json()["choices"]
+            tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+            assert len(tokens) == len(offsets) == len(ids) + 3 - (prompt == ids[1:]) and offsets[0] == 0
+            ends = [*offsets[1:], len(choice["text"])]
+            parts = [choice["text"][start:end] for start, end in zip(offsets, ends, strict=True)]
+            assert parts[2:] == tokens[2:] and "".join(tokens[:2]).endswith("".join(parts[:2]))
 
 
 def test_prompt_logprobs_have_the_form_of_vllm(web: httpx.Client, served: tuple[AsyncLLM, str]) -> None:
