@@ -87,7 +87,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         **others: Any,
@@ -108,6 +108,8 @@ class LLM:
         others: arguments of vLLM that change nothing (nanovllm/compat.py).
         """
         translated(others, (), CALL, RequestError, "generate")
+        if prompts is None:  # optional only so that the line above can explain vLLM's former prompt_token_ids
+            raise RequestError("generate needs prompts: a prompt (a string, a list of token ids or a dict) or several")
         sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()
         try:

@@ -61,6 +61,10 @@ def test_chat_refuses_by_name(engine: LLM) -> None:
         engine.chat([USER], GREEDY, use_tqdm=False, tools=TOOLS)
     with pytest.raises(RequestError, match=r"prompt_token_ids=.*: give prompts="):
         engine.generate("Hi", GREEDY, False, prompt_token_ids=[[1]])
+    with pytest.raises(RequestError, match=r"prompt_token_ids=.*: give prompts="):
+        engine.generate(prompt_token_ids=[[1]], sampling_params=GREEDY)
+    with pytest.raises(RequestError, match="generate needs prompts"):
+        engine.generate()
 
 
 def test_chat_without_parameters_runs_to_the_end_of_the_context(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
