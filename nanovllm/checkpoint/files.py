@@ -26,6 +26,7 @@ from typing import Any
 
 from nanovllm.checkpoint.gguf import is_gguf, read_model
 from nanovllm.checkpoint.gguf_files import GGUF_NAMES, find_gguf, on_hub
+from nanovllm.checkpoint.hub import hub_fault
 from nanovllm.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -77,8 +78,10 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
         try:
             directory = _download(model, fetched)
         except Exception as error:  # no network, an unknown name or a gated repository; the error's text tells which
+            fault = hub_fault(error)
+            others = "" if "/" in model and fault != str(error) else f"; {remedy}"  # no preset's name has a slash
             raise CheckpointError(
-                f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"
+                f"model {model!r} is not a directory and could not be downloaded{others}: {fault}"
             ) from error
         if not (directory / "config.json").is_file() and (gguf := on_hub(model)) is not None:
             path = gguf.download()
@@ -176,7 +179,9 @@ def fetch_weights(model: str, directory: Path | None, load_format: str = "auto")
             try:
                 _download(model, names, revision=directory.name)  # a snapshot's directory is named after its commit
             except Exception as error:
-                raise CheckpointError(f"the weights of model {model!r} could not be downloaded: {error}") from error
+                raise CheckpointError(
+                    f"the weights of model {model!r} could not be downloaded: {hub_fault(error)}"
+                ) from error
     weight_files(directory)
 
 

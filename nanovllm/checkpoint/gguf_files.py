@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, join, read_header, read_model, split_paths
+from nanovllm.checkpoint.hub import hub_fault
 from nanovllm.errors import CheckpointError
 
 GGUF_NAMES = "FILE.gguf, owner/name/FILE.gguf on the hub, or owner/name:Q4_K_M for the file of this quantization"
@@ -38,7 +39,7 @@ class GGUFSource(NamedTuple):
         try:
             found = snapshot_download(self.repository, allow_patterns=list(self.names))
         except Exception as error:  # no network, or a gated repository; the error's text tells which
-            raise CheckpointError(f"{self.repository} could not be downloaded: {error}") from error
+            raise CheckpointError(f"{self.repository} could not be downloaded: {hub_fault(error)}") from error
         return Path(found) / self.names[0]
 
     def _header_on_hub(self, name: str) -> GGUFModel:
@@ -52,7 +53,9 @@ class GGUFSource(NamedTuple):
         try:
             size = get_hf_file_metadata(url).size
         except Exception as error:
-            raise CheckpointError(f"{self.repository}/{name} could not be read on the hub: {error}") from error
+            raise CheckpointError(
+                f"{self.repository}/{name} could not be read on the hub: {hub_fault(error)}"
+            ) from error
         return read_header(cast(BinaryIO, _RemoteFile(url)), Path(self.repository) / name, size)
 
 
@@ -150,7 +153,7 @@ def _listing(repository: str) -> list[str]:
             newest = [max(each.revisions, key=lambda revision: revision.last_modified) for each in cached]
             found = [str(file.file_path.relative_to(each.snapshot_path)) for each in newest for file in each.files]
         if not any(is_gguf(Path(name)) for name in found):
-            raise CheckpointError(f"model {repository!r} could not be found on the hub: {error}") from error
+            raise CheckpointError(f"model {repository!r} could not be found on the hub: {hub_fault(error)}") from error
         return found
 
 

@@ -184,6 +184,24 @@ def test_hub_only_what_is_needed_is_fetched_and_weights_apart(hub: Hub, sharded:
     assert hub.fetched == (sorted(SHARDS) if sharded else ["model.safetensors"])
 
 
+def test_hub_that_cannot_be_reached_is_named_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As httpx does for huggingface_hub: the reason is the cause of the error, which has a longer text."""
+
+    def fail(*args: Any, **kwargs: Any) -> str:
+        try:
+            raise ConnectionRefusedError("refused")
+        except OSError as error:
+            raise FileNotFoundError("An error happened while trying to locate the files.") from error
+
+    for name in ("snapshot_download", "HfApi.model_info"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", fail)
+    expected = r"the hub cannot be reached \(refused\); check the network, set HF_ENDPOINT to a mirror, or give a local"
+    for model, preset in (("acme/facts", False), ("acme/facts:Q4_K_M", False), ("qwen3-0.6", True)):
+        with pytest.raises(CheckpointError, match=expected) as caught:
+            find_model(model)
+        assert ("qwen3-0.6b" in str(caught.value)) == preset
+
+
 def test_hub_weights_that_cannot_be_had_are_refused_with_the_remedy(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(hub.repository, "config.json", "pytorch_model.bin")
     _, directory = find_model("acme/facts")
