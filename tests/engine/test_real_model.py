@@ -22,10 +22,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 OFFLOAD = {"enable_cpu_offload": True, "kvcache_block_size": 256}
 MODES: dict[str, dict[str, Any]] = {
     "all on the GPU": {},
-    "small chunks": {"max_num_batched_tokens": 100},
     "two slots": OFFLOAD | {"num_gpu_blocks": 2, "speculation": "off"},
     "the CPU's part": OFFLOAD | {"num_gpu_blocks": 4, "cpu_attention": "on", "speculation": "off"},
-    "prompt lookup": {"speculation": "prompt_lookup"},
+    "prompt lookup, small chunks": {"speculation": "prompt_lookup", "max_num_batched_tokens": 100},
     "resident drafts": OFFLOAD | {"num_gpu_blocks": 3, "speculation": "resident"},
     "shadow drafts": OFFLOAD | {"num_gpu_blocks": 3, "speculation": "shadow", "shadow_bits": 4},
 }
