@@ -14,8 +14,6 @@ from offload_workload import BLOCK, prompts_of, serve_everything
 from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM
-from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import StagingSizes
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3)
@@ -40,11 +38,6 @@ def test_draft_tokens_across_the_edges_of_windows_and_pages(windowed: Reference)
         outputs = llm.answer_and_check(PROMPTS, max_tokens=40)
         assert [output["token_ids"] for output in outputs] == answers
         assert llm.stats()["num_guesses"] > llm.stats()["num_accepted_guesses"] > 0
-
-
-def test_ranks_that_would_share_a_head_of_windows_are_refused(windowed: Reference) -> None:
-    with pytest.raises(ConfigError, match="divisible by tensor_parallel_size=4"):
-        LLM(str(windowed.directory), device="cpu", tensor_parallel_size=4)
 
 
 @pytest.mark.slow
