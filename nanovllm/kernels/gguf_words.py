@@ -4,7 +4,8 @@ A block type has codes of 4, 5, 6 or 8 bits. Columns share a scale in groups of 
 computed in fp32 as ggml computes them, so that only the last operation rounds:
 
 - scale * (code - zero), or scale * code - least in the types with a minimum
-- scale * number, where the code chooses one of 16 numbers of a table (IQ4_NL, IQ4_XS, MXFP4)
+- scale * number, where the code chooses one of 16 numbers of a table (IQ4_NL, IQ4_XS, MXFP4). In MXFP4 they follow
+  from the bits of the code, and in bf16 numbers, scales and values are exact
 
 Scale and least are fp16 numbers (an exponent in MXFP4), or in types whose blocks have 256 columns ("units") products of
 an fp16 number of the unit and an integer of the group.
@@ -44,6 +45,7 @@ from nanovllm.kernels.packed_words import (
     halves,
     mask_and_set,
     nibbles,
+    times,
 )
 
 GROUP = tl.constexpr(32)  # columns whose scales are applied together; in Q6_K two scales
@@ -57,7 +59,6 @@ HAS_UNITS = tl.constexpr((0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0))
 NUM_GROUPS = tl.constexpr((0, 0, 0, 0, 4, 4, 2, 8, 4, 4, 4, 4, 4, 4, 4))  # of a block; each has a scale
 SCALE_WORDS = tl.constexpr((0, 0, 0, 0, 2, 2, 1, 2, 4, 4, 2, 2, 2, 1, 1))  # of a block, without the word of a unit
 _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _both_types(numbers: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:
@@ -78,7 +79,7 @@ def _table_words(numbers: tuple[int, ...]) -> tl.constexpr:
     return tl.constexpr(tuple(words))
 
 
-_IQ4_TABLE, _MXFP4_TABLE = _table_words(_IQ4_NUMBERS), _table_words(_MXFP4_NUMBERS)
+_IQ4_TABLE = _table_words(_IQ4_NUMBERS)
 # By kind: twice -BASES in a word, in bf16 and in fp16
 _BASE_PAIRS = tl.constexpr(
     tuple(tuple(_word(each * 2) for each in of_type) for of_type in _both_types(tuple(-base for base in BASES.value)))
@@ -109,30 +110,44 @@ def _bytes_of(a, b, selector):
 
 
 @triton.jit
-def _looked_up(selector, upper_half, TABLE: tl.constexpr, FIRST: tl.constexpr):
+def _looked_up(selector, upper_half, FIRST: tl.constexpr):
     """For the lower four nibbles of the codes, whose lower 3 bits are in `selector`, one byte of each number."""
-    lower = _bytes_of(TABLE[FIRST], TABLE[FIRST + 1], selector)
-    upper = _bytes_of(TABLE[FIRST + 2], TABLE[FIRST + 3], selector)
+    lower = _bytes_of(_IQ4_TABLE[FIRST], _IQ4_TABLE[FIRST + 1], selector)
+    upper = _bytes_of(_IQ4_TABLE[FIRST + 2], _IQ4_TABLE[FIRST + 3], selector)
     return _bytes_of(lower, upper, upper_half)
 
 
 @triton.jit
-def _table_numbers(words, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+def _table_numbers(words, PART: tl.constexpr, dtype: tl.constexpr):
     """The numbers of a table that the codes of a slice choose: [.., n] -> [.., 2 n] in bf16 or fp16.
 
     The bytes of numbers are looked up for all slices. The compiler does this once for the four slices of a block.
     """
-    TABLE: tl.constexpr = _MXFP4_TABLE if KIND == MXFP4 else _IQ4_TABLE
     FIRST: tl.constexpr = 0 if dtype == tl.bfloat16 else 8
     selector = words & 0x77777777
     upper_half = ((words >> 1) & 0x44444444) | 0x32103210  # chooses the second 8 numbers by the upper bit of a code
-    low = _looked_up(selector, upper_half, TABLE, FIRST)
-    low_upper = _looked_up(selector, upper_half, TABLE, FIRST + 4)
-    high = _looked_up(selector >> 16, upper_half >> 16, TABLE, FIRST)
-    high_upper = _looked_up(selector >> 16, upper_half >> 16, TABLE, FIRST + 4)
+    low = _looked_up(selector, upper_half, FIRST)
+    low_upper = _looked_up(selector, upper_half, FIRST + 4)
+    high = _looked_up(selector >> 16, upper_half >> 16, FIRST)
+    high_upper = _looked_up(selector >> 16, upper_half >> 16, FIRST + 4)
     BOTH: tl.constexpr = 0x5140 if PART < 2 else 0x7362  # lower and upper bytes of slices 0 and 1, or 2 and 3
     pairs, high_pairs = _bytes_of(low, low_upper, BOTH), _bytes_of(high, high_upper, BOTH)
     return halves(_bytes_of(pairs, high_pairs, 0x5410 if PART % 2 == 0 else 0x7632), dtype)
+
+
+@triton.jit
+def _mxfp4_numbers(words, PART: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of a slice's codes in MXFP4, twice what the codes mean: [.., n] -> [.., 2 n] in bf16 or fp16.
+
+    A code is a float with 2 bits of exponent and 1 of mantissa. At the same bits of a wider float, subnormal codes stay
+    subnormal, so a power of two turns all of them into the numbers.
+    """
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    signs = _shifted(words, 4 * PART - 12) & -0x7FFF8000  # 0x80008000
+    bits = _shifted(words, 4 * PART - (6 if IS_BF16 else 9))
+    MASK: tl.constexpr = 0x01C001C0 if IS_BF16 else 0x0E000E00
+    FACTOR: tl.constexpr = 2.0**127 if IS_BF16 else 2.0**15
+    return times(halves(bits & MASK | signs, dtype), tl.full((1, 1), FACTOR, tl.float32).to(dtype))
 
 
 @triton.jit
@@ -162,8 +177,10 @@ def block_numbers(words, uppers, PART: tl.constexpr, KIND: tl.constexpr, dtype: 
     """The numbers of slice PART of a block, [.., n] -> [.., 2 n] in bf16 or fp16: numbers of a table, or codes plus a
     base. For Q8_0 the numbers of the lower halves of the codes.
     """
-    if KIND >= FIRST_WITH_TABLE:
-        x = _table_numbers(words, PART, KIND, dtype)
+    if KIND == MXFP4:
+        x = _mxfp4_numbers(words, PART, dtype)
+    elif KIND >= FIRST_WITH_TABLE:
+        x = _table_numbers(words, PART, dtype)
     elif UPPER_BITS[KIND] > 0:
         x = _with_upper_bits(words, uppers, PART, KIND, dtype)
     elif KIND == Q8_0:
@@ -398,6 +415,9 @@ def block_type_values(words, uppers, scales, PART: tl.constexpr, KIND: tl.conste
         second, _ = scale_and_least(scales, 2 * PART + 1, KIND)
         x = _differences(words, uppers, PART, KIND) * tl.where(in_second, second, first)
         x = _rounded(x, dtype).reshape(words.shape[0], 8, 2, 2).permute(0, 2, 1, 3).reshape(words.shape[0], SLICE)
+    elif KIND == MXFP4 and dtype == tl.bfloat16:
+        scale, _ = scale_and_least(scales, PART, KIND)
+        x = times(block_numbers(words, uppers, PART, KIND, dtype), scale.to(dtype))
     else:
         scale, least = scale_and_least(scales, PART, KIND)
         if HAS_LEAST[KIND]:  # subtracting the base with the minimum saves an instruction for each value

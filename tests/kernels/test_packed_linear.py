@@ -431,22 +431,6 @@ def test_columns_in_another_order_than_the_first_shard_or_of_experts_are_refused
 # -- quantized while loading -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def subnormal_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter reads subnormal numbers in bf16 as others."""
-    if INTERPRETED:
-        from triton.runtime import interpreter
-
-        convert = interpreter._convert_float
-
-        def convert_exactly(given, source, target, rounding):  # type: ignore[no-untyped-def]
-            if (str(source), str(target)) == ("bf16", "fp32"):
-                return torch.from_numpy(given.view("int16")).view(torch.bfloat16).float().numpy()
-            return convert(given, source, target, rounding)
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
-
-
 def quantized_at_once_and_by_torch(
     values: torch.Tensor, name: str, columns: slice, device: str, torch_device: str
 ) -> tuple[PackedWeight, PackedWeight]:
@@ -466,9 +450,7 @@ def quantized_at_once_and_by_torch(
 @on_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ONLINE)
-def test_weight_is_quantized_at_once_as_by_torch(
-    subnormal_bf16: None, device: str, name: str, dtype: torch.dtype
-) -> None:
+def test_weight_is_quantized_at_once_as_by_torch(device: str, name: str, dtype: torch.dtype) -> None:
     """All columns, and those of the second rank; rows of zeros, subnormal and largest numbers, and ties."""
     values = torch.randn(21, 1152) * torch.randn(21, 1152).exp()
     values[1:3] *= torch.finfo(dtype).tiny / torch.tensor([[1.0], [32.0]])
@@ -610,7 +592,7 @@ def stored_weight(
 
 @on_device
 @pytest.mark.parametrize("group", [64, 128, 4480])
-def test_rows_are_quantized_as_in_torch(subnormal_bf16: None, device: str, group: int) -> None:
+def test_rows_are_quantized_as_in_torch(device: str, group: int) -> None:
     """Rows of zeros, of numbers near both ends of bf16's range, and in memory with gaps between them."""
     from nanovllm.kernels import packed_values, quantizing
 

@@ -35,5 +35,22 @@ def spare_the_interpreter() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def keep_subnormal_bf16() -> None:
+    """Let the interpreter convert subnormal numbers between fp32 and bf16, which it takes for others."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_exactly(given: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (str(source), str(target)) == ("bf16", "fp32"):
+            return given.view("uint16").astype("uint32") << 16
+        if (str(source), str(target), rounding) == ("fp32", "bf16", None):  # truncates, as `convert` does
+            return (given.view("uint32") >> 16).astype("uint16")
+        return convert(given, source, target, rounding)
+
+    interpreter._convert_float = convert_exactly
+
+
 if INTERPRETED and HAS_TRITON:
     spare_the_interpreter()
+    keep_subnormal_bf16()
