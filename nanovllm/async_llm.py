@@ -80,10 +80,6 @@ class AsyncLLM:
         """The error with which the engine has failed, or None while it works."""
         return self._thread.failure
 
-    @property
-    def is_failed(self) -> bool:
-        return self.failure is not None
-
     async def wait_for_failure(self) -> EngineError:
         """Wait until the engine fails, and return the error. Never returns if the engine is closed before it fails."""
         self._bind_loop()
