@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.compat import no_attribute
+from nanovllm.compat import CALL, no_attribute, translated
 from nanovllm.config import Config, EngineOptions
 from nanovllm.engine.engine import Engine
 from nanovllm.errors import EngineError, RequestError
@@ -80,10 +80,6 @@ class AsyncLLM:
         """The error with which the engine has failed, or None while it works."""
         return self._thread.failure
 
-    @property
-    def is_failed(self) -> bool:
-        return self.failure is not None
-
     async def wait_for_failure(self) -> EngineError:
         """Wait until the engine fails, and return the error. Never returns if the engine is closed before it fails."""
         self._bind_loop()
@@ -128,13 +124,16 @@ class AsyncLLM:
         *,
         prompt: Prompt | None = None,
         with_tokens: bool = True,
+        **others: Any,
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Answer one prompt or several, and yield the updates as they arrive.
 
         The arguments and errors are the same as in `submit`. As in vLLM, `prompt` may take the place of `prompts`, and
         each update has the request_id. Leaving the loop early aborts the answers that have not
         ended, once the generator is closed. Use `contextlib.aclosing` if the task may keep the generator alive.
+        others: arguments of vLLM that change nothing (nanovllm/compat.py).
         """
+        translated(others, (), CALL, RequestError, "AsyncLLM.generate")
         wanted = prompt if prompts is None else prompts
         if wanted is None:
             raise RequestError("generate needs a prompt")

@@ -156,12 +156,15 @@ STRUCTURED = Names(
 CALL = Names(  # arguments of LLM.generate and LLM.chat
     same={},
     values={},
-    ignored=frozenset({"chat_template_content_format"}),
+    ignored=frozenset({"arrival_time", "chat_template_content_format", "trace_headers"}),
     refused={
         "enable_thinking": Refused('use chat_template_kwargs={"enable_thinking": ...}'),
+        "guided_options_request": Refused("use structured_outputs of SamplingParams"),
+        "inputs": Refused("give prompts"),
         "lora_request": Refused("merge the adapter into the model's weights first"),
         "mm_processor_kwargs": Refused(_TEXT_ONLY, ({},)),
         "priority": Refused("requests run in the order of their arrival", ([], 0)),
+        "prompt_adapter_request": Refused("no adapters are applied"),
         "prompt_token_ids": Refused('give prompts=[{"prompt_token_ids": ids}]'),
         "tokenization_kwargs": Refused("give token ids", ({},)),
     },

@@ -90,6 +90,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *more: Any,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, and return the outputs in the order of the prompts.
@@ -105,10 +106,15 @@ class LLM:
         Raises RequestError, and queues no prompt, if any of the prompts could never run. Ctrl-C aborts the requests of
         this call and leaves the engine usable, unless a second Ctrl-C interrupts the engine in the middle of a step.
 
-        others: arguments of vLLM that change nothing (nanovllm/compat.py).
+        others: arguments of vLLM that change nothing (nanovllm/compat.py). more: none; an error explains vLLM's former
+        arguments.
         """
+        if isinstance(use_tqdm, list | tuple):
+            others["prompt_token_ids"] = use_tqdm  # which had this place in earlier versions of vLLM
         translated(others, (), CALL, RequestError, "generate")
-        if prompts is None:  # optional only so that the line above can explain vLLM's former prompt_token_ids
+        if more:
+            raise RequestError("generate takes prompts, sampling_params and use_tqdm in this order; name the others")
+        if prompts is None:  # optional only so that the lines above can explain vLLM's former prompt_token_ids
             raise RequestError("generate needs prompts: a prompt (a string, a list of token ids or a dict) or several")
         sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()

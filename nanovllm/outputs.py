@@ -99,7 +99,7 @@ class RequestOutput(CompletionOutput):
     - prompt_logprobs: the log-probabilities of each prompt token, None for the first token; present only if the request
       set prompt_logprobs. If the request ends before its whole prompt is computed, the list ends early. An LLM returns
       `logprobs` and `prompt_logprobs` as lists; an AsyncLLM returns LogprobLists, which make their entries when read.
-    - outputs: all answers. As an entry present only with n > 1.
+    - outputs: all answers. With n == 1 the dict has no such key, but output["outputs"] works, too.
 
     finished and metrics are attributes only.
     """
@@ -117,8 +117,13 @@ class RequestOutput(CompletionOutput):
 
     @property
     def outputs(self) -> "list[RequestOutput]":
-        answers: list[RequestOutput] = self.get("outputs", [self])
+        answers: list[RequestOutput] = self["outputs"]
         return answers
+
+    def __missing__(self, name: str) -> "list[RequestOutput]":
+        if name == "outputs":  # not stored with n == 1, as a dict that contains itself cannot be written as JSON
+            return [self]
+        raise KeyError(name)
 
     @property
     def request_id(self) -> str:

@@ -63,6 +63,15 @@ def test_chat_refuses_by_name(engine: LLM) -> None:
         engine.generate("Hi", GREEDY, False, prompt_token_ids=[[1]])
     with pytest.raises(RequestError, match=r"prompt_token_ids=.*: give prompts="):
         engine.generate(prompt_token_ids=[[1]], sampling_params=GREEDY)
+    for first in (None, ["Hi"]):  # vLLM's former order: prompts, sampling_params, prompt_token_ids, use_tqdm
+        with pytest.raises(RequestError, match=r"prompt_token_ids=\[\[1\]\]: give prompts="):
+            engine.generate(first, GREEDY, [[1]], False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"inputs=.*: give prompts"):
+        engine.generate(inputs=["Hi"], sampling_params=GREEDY)
+    with pytest.raises(RequestError, match="use structured_outputs of SamplingParams"):
+        engine.generate("Hi", GREEDY, guided_options_request={"guided_choice": ["a"]})
+    with pytest.raises(RequestError, match="name the others"):
+        engine.generate("Hi", GREEDY, False, None)
     with pytest.raises(RequestError, match="generate needs prompts"):
         engine.generate()
 

@@ -108,7 +108,7 @@ def test_bad_requests_are_refused_and_other_arguments_of_vllm_named(engine: LLME
     with pytest.raises(RequestError, match="max_model_len"):
         engine.add_request("x", list(range(5)), SamplingParams(max_tokens=10**6))
     with pytest.raises(RequestError, match=r"lora_request=.*merge the adapter"):
-        engine.add_request("x", "x", lora_request="adapter")
+        engine.add_request("x", "x", lora_request="adapter", arrival_time=0.0)
     assert not engine.has_unfinished_requests()
     engine.add_request("x", {"prompt_token_ids": [1, 2]}, None, priority=0)
     engine.abort_request("x")

@@ -18,6 +18,7 @@ from nanovllm import (
     RequestOutputKind,
     SamplingParams,
 )
+from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
@@ -33,6 +34,9 @@ def engine(model: Path) -> Any:
 def test_attributes_are_the_entries(engine: LLM) -> None:
     (output,) = engine.generate("Hello", GREEDY, use_tqdm=False)
     (answer,) = output.outputs
+    assert output["outputs"] == [answer] and "outputs" not in output
+    with pytest.raises(KeyError, match="embedding"):
+        output["embedding"]
     for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs"):
         assert getattr(answer, name) == getattr(output, name) == output[name], name
     for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "ttft_s", "num_prompt_tokens"):
@@ -96,7 +100,10 @@ def test_steps_return_the_same_outputs(engine: LLM) -> None:
 def test_updates_of_a_stream_have_the_answer_so_far(model: Path) -> None:
     async def collect(params: SamplingParams) -> list[Any]:
         async with AsyncLLM(model, **OPTIONS) as engine:
-            updates = engine.generate(prompt="Hello", sampling_params=params, request_id="mine")
+            with pytest.raises(RequestError, match=r"generate does not take lora_request='x': merge the adapter"):
+                await anext(engine.generate("Hello", params, lora_request="x"))
+            others = {"lora_request": None, "priority": 0, "trace_headers": None}  # as vLLM's own server gives them
+            updates = engine.generate(prompt="Hello", sampling_params=params, request_id="mine", **others)
             return [(update, update.outputs[0], update.finished) async for update in updates]
 
     (*earlier, last) = asyncio.run(collect(GREEDY))

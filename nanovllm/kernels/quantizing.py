@@ -15,11 +15,10 @@ import triton.language as tl
 from nanovllm.kernels.activation import ACTIVATIONS, gated
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.packed_values import Packed, scale_row
-from nanovllm.kernels.packed_words import BLOCK_WORDS, E4M3, INT4, SLICE
+from nanovllm.kernels.packed_words import BLOCK_WORDS, E4M3, SLICE
 
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # lower bound of the largest value of a group
-MAX_INT4 = tl.constexpr(7.5)  # the scaled largest value of a group before rounding, without the zero
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -51,81 +50,62 @@ def _quantize_weight_kernel(
     row_words,
     tile_stride,
     row_stride,
-    group_stride,
     first_column,  # column of the values
     num_columns,
-    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,  # words at a time
 ):
-    CODES: tl.constexpr = 8 if KIND == INT4 else 4  # codes of a word
+    CODES: tl.constexpr = 4  # codes of a word
     row, word, code = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, CODES)
     first_of_word = word // BLOCK_WORDS * (BLOCK_WORDS * CODES) + word % BLOCK_WORDS * 2
     column = first_of_word[None, :, None] + (code // 2 * SLICE + code % 2)[None, None, :]
     place = (code // 2 * (32 // CODES) + code % 2 * 16)[None, None, :]  # bit position in a word
-    group, group_words = tl.program_id(1), row_words // tl.num_programs(1)
-    is_row, start, size = row < num_rows, first_column + group * group_words * CODES, group_words * CODES
+    is_row, size = row < num_rows, row_words * CODES
     values = values_ptr + row.to(tl.int64)[:, None, None] * num_columns + column
-    shared_start, shared_size = (start, size) if KIND == INT4 else (0, num_columns)  # columns that share the scale
 
     # The bits of non-negative numbers have the order of the numbers, with NaN above all others
     largest = tl.zeros((ROWS,), tl.int32)
-    for offset in tl.range(0, shared_size, WORDS * CODES):
-        is_there = is_row[:, None, None] & (offset + column < shared_size)
-        x = tl.load(values + shared_start + offset, mask=is_there, other=0.0).to(tl.float32)
+    for offset in tl.range(0, num_columns, WORDS * CODES):
+        is_there = is_row[:, None, None] & (offset + column < num_columns)
+        x = tl.load(values + offset, mask=is_there, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1))
-    MOST: tl.constexpr = MAX_INT4 if KIND == INT4 else MAX_E4M3
-    bits = (largest.to(tl.float32, bitcast=True) * (1 / MOST)).to(tl.int32, bitcast=True)
+    bits = (largest.to(tl.float32, bitcast=True) * (1 / MAX_E4M3)).to(tl.int32, bitcast=True)
     bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7FC00000)  # from 2^-126 to NaN
     weight_row = first_row + row.to(tl.int64)
-    scales = scale_row(scales_ptr, weight_row, tile_stride, row_stride, 1) + group * group_stride
-    if KIND == INT4:
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # bf16
-        tl.store(scales, bits | (24 << 16), mask=is_row)  # the format of `pack_scales`, with zero = 8
-        bits <<= 16
     scale = bits.to(tl.float32, bitcast=True)
-    if KIND == E4M3:
-        tl.store(scales, scale, mask=is_row)
+    tl.store(scale_row(scales_ptr, weight_row, tile_stride, row_stride, 1), scale, mask=is_row)
 
     for offset in tl.range(0, size, WORDS * CODES):
         is_there = is_row[:, None, None] & (offset + column < size)
-        x = tl.load(values + start + offset, mask=is_there, other=0.0).to(tl.float32)
+        x = tl.load(values + first_column + offset, mask=is_there, other=0.0).to(tl.float32)
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None, None], x.shape))
-        if KIND == INT4:
-            x = tl.where(x == x, x, -8.0)  # torch gives NaN the code 0
-            # fp32 numbers from 2^23 on are integers, so adding 2^23 rounds to an integer, to nearest even
-            codes = tl.minimum((x + (2.0**23 + 8)).to(tl.int32, bitcast=True) - 0x4B000000, 15)
-        else:
-            codes = _e4m3_codes(x)
         stored = (offset // CODES + word)[None, :]
-        at = weight_row[:, None] * row_words + group * group_words + stored
-        tl.store(codes_ptr + at, tl.sum(codes << place, 2), mask=is_row[:, None] & (stored < group_words))
+        words = tl.sum(_e4m3_codes(x) << place, 2)
+        tl.store(
+            codes_ptr + weight_row[:, None] * row_words + stored, words, mask=is_row[:, None] & (stored < row_words)
+        )
 
 
 def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_column: int) -> None:
-    """Quantize `values` [n, k] into the weight's rows from `first_row` on, taking the weight's number of columns from
-    `first_column` on. The results equal `quantize` in models/quantized_weights.py, which defines the formats.
-
-    Integers have groups of one block of words, with scales in bf16. In e4m3, all columns of `values` share a scale.
+    """Quantize `values` [n, k] to e4m3 into the weight's rows from `first_row` on, taking the weight's number of
+    columns from `first_column` on. All columns of `values` share a scale. The results equal `quantize` in
+    models/quantized_weights.py, which defines the format.
     """
-    num_groups, block_columns = weight.num_columns // weight.group_size, 8 * BLOCK_WORDS.value
-    is_integer = weight.kind == INT4.value
     assert weight.scales is not None and values.is_contiguous()
-    assert weight.scale_rows == 1 and weight.group_size == (block_columns if is_integer else weight.num_columns)
-    rows, words = (16, BLOCK_WORDS.value) if is_integer else (2, 256)
-    on_grid(_quantize_weight_kernel, (triton.cdiv(len(values), rows), num_groups))(
+    assert weight.kind == E4M3.value and weight.scale_rows == 1 and weight.group_size == weight.num_columns
+    num_rows = 2
+    on_grid(_quantize_weight_kernel, (triton.cdiv(len(values), num_rows),))(
         values,
         weight.codes,
         weight.scales,
         first_row,
         len(values),
         weight.codes.shape[1],
-        *weight.scales.stride(),
+        *weight.scales.stride()[:2],
         first_column,
         values.shape[1],
-        KIND=weight.kind,
-        ROWS=rows,
-        WORDS=words,
+        ROWS=num_rows,
+        WORDS=256,
     )
 
 

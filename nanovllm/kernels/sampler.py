@@ -11,8 +11,6 @@ NaN from a sum, because on a GPU a maximum may drop one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,19 +18,6 @@ import triton.language as tl
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.sampling_tensors import GROUP_SIZE, SamplingTensors
 
-
-class RedrawTile(NamedTuple):
-    """Number of groups that a program reads at once, its warps, and how many of these reads are in flight.
-
-    With num_stages 1 a read goes to registers, with more it goes through shared memory.
-    """
-
-    num_groups: int
-    num_warps: int
-    num_stages: int
-
-
-DEFAULT_TILE = RedrawTile(2, 8, 1)
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _BUCKET_BITS = tl.constexpr(6)
 _NUM_BUCKETS = tl.constexpr(64)
@@ -175,11 +160,10 @@ def sample_tokens(
     logits: torch.Tensor,
     params: SamplingTensors,
     tokens: torch.Tensor | None = None,
-    tile: RedrawTile = DEFAULT_TILE,
 ) -> torch.Tensor:
     """logits [S, vocab_size], any float -> token ids int64 [S], written to `tokens` if given. Hot: once per step."""
     tokens, groups = draw_tokens(logits, params, tokens)
-    redraw_cut_tokens(logits, params, groups, tokens, tile)
+    redraw_cut_tokens(logits, params, groups, tokens)
     return tokens
 
 
@@ -375,7 +359,6 @@ def redraw_cut_tokens(
     params: SamplingTensors,
     groups: torch.Tensor,
     tokens: torch.Tensor,
-    tile: RedrawTile = DEFAULT_TILE,
 ) -> None:
     """Replace the tokens, int64 [S], that the filters cut. `groups` is the result of draw_tokens."""
     num_rows, vocab_size = logits.shape
@@ -390,9 +373,9 @@ def redraw_cut_tokens(
         num_groups,
         ZERO_BITS=_num_zero_bits(logits.dtype),
         BLOCK=triton.next_power_of_2(num_groups),
-        TILE=tile.num_groups,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
+        TILE=2,
+        STAGES=1,  # reads go to registers; with more stages they would go through shared memory
+        num_warps=8,
         **pdl_options(logits.device),
     )
 

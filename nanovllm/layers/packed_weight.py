@@ -362,14 +362,12 @@ class PackedRows(WeightRows):
 
     @property
     def can_quantize(self) -> bool:
-        return self.weight.is_float or self.weight.bits == 4
+        return self.weight.is_float
 
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
         from nanovllm.kernels import quantizing
 
         assert len(values) == self.end - self.start, "values must have as many rows as the target"
-        if not self.weight.is_float:
-            self.weight.scale_dtype = torch.bfloat16
         first_column, _, _ = columns.indices(values.shape[1])
         quantizing.quantize_weight(values, packed(self.weight), self.start, first_column)
 

@@ -39,7 +39,7 @@ def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
     """Quantize `values` [n, K], whose first row is the first row of a block of scales. Each block's largest value
     becomes the largest code, and zeros are the middle of the codes (round to nearest, as compressed-tensors does).
 
-    On a GPU, `quantize_weight` in kernels/quantizing.py does the same for QUANTIZATIONS.
+    On a GPU, `quantize_weight` in kernels/quantizing.py does the same for e4m3.
     """
     (n, k), (block_rows, block_columns) = values.shape, quantization.block
     block_rows, block_columns = block_rows or n, block_columns or k

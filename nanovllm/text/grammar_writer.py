@@ -29,14 +29,15 @@ MAX_CHARS = 200_000  # limit of a schema, a regex, or all choices together
 # llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
 # levels than the schema has, so the product of the two bounds the depth.
 MAX_REFERENCE_DEPTH = 6000
-MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models emit whitespace and never stop
+MAX_WHITESPACE = 64  # around reasoning; without a limit, some models emit whitespace and never stop
 MAX_REASON_CHARS = 300
 MAX_FAULTS = 5  # in a message
 
 # With forcing, if only one text can follow, the text is tokenized by the tokenizer. llguidance would write out the
 # whole text first: gigabytes for ((a{1000}){1000}){1000}. Without forcing, masks hold every allowed token.
 HEADER = '%llguidance {"no_forcing": true}\nstart: '
-_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+# Between two parts of JSON: spaces, or up to two line ends and an indentation (10 levels of 4 spaces)
+_WHITESPACE = r"[ \t]{1,16}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,40}"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 
 

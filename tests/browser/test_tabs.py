@@ -257,6 +257,28 @@ def test_question_right_after_the_last_document_was_removed_is_asked(server: Fak
     expect(documents(page)).to_have_count(0)
 
 
+def test_question_before_the_removed_document_was_kept_is_asked(server: FakeServer, open_tab: OpenTab) -> None:
+    """Regression: the record with the document, whose text had to be read once more, was shown after newer records, and
+    the question was gone.
+    """
+    page = open_tab()
+    page.evaluate(
+        """(text) => {
+            const question = document.getElementById("question"), clipboardData = new DataTransfer();
+            clipboardData.setData("text/plain", text);
+            question.dispatchEvent(new ClipboardEvent("paste", { clipboardData, cancelable: true }));
+            document.querySelector("#documents [aria-label^=Remove]").click();
+            question.value = "one";
+            document.getElementById("composer").requestSubmit();
+        }""",
+        TEXT,
+    )
+    expect(turns(page)).to_have_text(["one", SAID.format("one")])
+    wait_for_end(page)
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
+    expect(documents(page)).to_have_count(0)
+
+
 def shown_settings(page: Page) -> list[str]:
     """The dialog has the settings of the moment when it was opened."""
     page.get_by_role("button", name="Settings").click()

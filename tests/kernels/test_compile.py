@@ -247,8 +247,7 @@ def launch_packed(
 
 
 def launch_quantize_weight(size: int, dtype: torch.dtype) -> None:
-    for kind in ("int4", "fp8 by row"):
-        quantizing.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
+    quantizing.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS["fp8 by row"](size, dtype), 0, 0)
 
 
 def launch_read_experts() -> None:
@@ -573,14 +572,14 @@ def test_two_programs_of_a_wide_packed_product_fit_on_a_multiprocessor(kind: str
 
 @pytest.mark.slow
 def test_quantizing_of_weights_fits_and_is_exact() -> None:
-    """One kernel for a format, whatever the shapes: it is compiled while weights are loaded."""
+    """One kernel, whatever the shapes: it is compiled while weights are loaded."""
     for name, dtype in (*((name, BF16) for name in PATHS), ("9.0", FP32), ("8.9", FP16)):
         with compiling_for(target := KNOWN_TARGETS[name]) as compiled:
             launch_quantize_weight(4096, dtype)
             if dtype == BF16:
                 launch_quantize_weight(768, dtype)
         check(compiled, target)
-        assert len({kernel.kernel.hash for kernel in compiled}) == 2
+        assert len({kernel.kernel.hash for kernel in compiled}) == 1
         for kernel in compiled:
             assert "div.rn.f32" in kernel.ptx and ".ftz" not in kernel.ptx, "subnormal numbers count"
 

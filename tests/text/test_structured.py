@@ -172,7 +172,7 @@ def test_answers_drawn_from_masks_match(case: Case, seed: int) -> None:
         assert check(case.text(answer)), (outputs, case.text(answer))
         assert not {*answer[:-1]} - {*case.texts}, "a special token or padding is inside the answer"
         without_end = case.matcher(ignore_eos=True, **outputs)
-        answer = [token_id for token_id, _ in zip(walk(case, without_end, seed), range(50), strict=False)]
+        answer = [token_id for _, token_id in zip(range(50), walk(case, without_end, seed), strict=False)]
         assert not {*answer} - {*case.texts}
         assert not without_end.is_finished or check(case.text(answer))
 
@@ -191,6 +191,27 @@ def test_valid_documents_are_accepted_token_by_token(case: Case, value: Any, ind
         matcher = start_with(case, case.encode(text)[:-1], **outputs)
         assert not matcher.is_finished
         assert matcher.accept(case.encode(text)[-1]) and matcher.is_finished
+
+
+def test_white_space_between_parts_of_json_is_limited_but_not_indentation(case: Case) -> None:
+    """Regression: a model that repeats line ends could write 64 of them between two parts."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    by_text = {text: token_id for token_id, text in case.texts.items() if len(text) == 1}
+    for outputs in ({"json_object": True}, {"json": schema}):
+        for begun in ("{", '{"a"', '{"a":', '{"a": 1', '{"a": 1\n'):
+            for space, most in ((b" ", 40), (b"\t", 40), (b"\n", 2)):
+                matcher = start_with(case, [by_text[bytes([byte])] for byte in begun.encode()], **outputs)
+                num_taken = 0
+                while num_taken <= most and matcher.accept(by_text[space]):
+                    num_taken += 1
+                assert num_taken <= most, (begun, space)
+                assert by_text[space] not in allowed(matcher.mask())
+    nested: Any = [1]
+    for _ in range(9):
+        nested = {"a": nested, "b": "c"}
+    for text in (json.dumps(nested, indent=4), json.dumps(nested, indent=2), json.dumps(nested, indent="\t")):
+        for written in (text, text.replace("\n", "\r\n"), text.replace(",\n", ", \n\n")):
+            assert start_with(case, case.encode(written), json_object=True).is_finished
 
 
 def test_characters_of_several_bytes_are_completed(case: Case) -> None:

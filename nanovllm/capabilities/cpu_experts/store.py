@@ -158,7 +158,7 @@ class ExpertRows(WeightRows):
 
     @property
     def can_quantize(self) -> bool:
-        return self.device.type == "cuda" and self.matrix.format.type != INT8
+        return self.device.type == "cuda" and self.matrix.format.type == E4M3
 
     def store(self, given: QuantizedWeight, where: str) -> None:
         assert len(given.codes) == len(self.rows), "the weight must have as many rows as the target"
@@ -169,19 +169,14 @@ class ExpertRows(WeightRows):
 
         assert len(values) == len(self.rows) and self.matrix.scales is not None
         given, rows = self.matrix.format, slice(self.rows.start, self.rows.stop)
-        is_float = given.type == E4M3
-        kind, dtype = (packed_words.E4M3, torch.float32) if is_float else (packed_words.INT4, torch.int32)
-        group_size = given.num_columns if is_float else given.group_size
         with self.device:
             codes = torch.empty(len(values), given.row_bytes // 4, dtype=torch.int32)
-            scales = packed_values.new_scales(len(values), given.num_columns // group_size, dtype)
-        packed = packed_values.Packed(codes, scales, kind.value, group_size=group_size)
+            scales = packed_values.new_scales(len(values), 1, torch.float32)
+        packed = packed_values.Packed(codes, scales, packed_words.E4M3.value, group_size=given.num_columns)
         first_column, _, _ = columns.indices(values.shape[1])
         quantizing.quantize_weight(values, packed, 0, first_column)
-        self.matrix.scale_dtype = torch.float32 if is_float else torch.bfloat16
-        scales = scales.flatten(0, 1)[: len(values)]
-        # A word of an integer's scale has bf16 in its lower half (`pack_scales`)
-        self.matrix.scales[self.place, rows].copy_(scales if is_float else (scales << 16).view(torch.float32))
+        self.matrix.scale_dtype = torch.float32
+        self.matrix.scales[self.place, rows].copy_(scales.flatten(0, 1)[: len(values)])
         self.matrix.codes[self.place, rows].copy_(codes.view(torch.uint8))
 
 

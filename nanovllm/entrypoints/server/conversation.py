@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.protocol import Message, ToolCall, joined_text
 from nanovllm.errors import RequestError
+from nanovllm.text.harmony import HARMONY_MARK
 
 Conversation: TypeAlias = list[dict[str, Any]]
 Render: TypeAlias = Callable[[Conversation], str]  # raises RequestError for messages that the template refuses
@@ -37,6 +38,8 @@ def render_messages(messages: Sequence[Message], template: str, render: Render) 
     """
     first_error: RequestError | None = None
     first_text: str | None = None
+    if CALL_OF_GEMMA in template or HARMONY_MARK in template:
+        _check_results(messages)
     sent = [_for_template(each, i, template) for i, each in enumerate(messages)]
     if CALL_OF_GEMMA in template:
         sent = _with_text_before_calls(sent)
@@ -57,6 +60,20 @@ def render_messages(messages: Sequence[Message], template: str, render: Render) 
         return first_text
     assert first_error is not None, "there is always the form that was sent"
     raise first_error
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Refuse a result whose call is missing, for formats that name the function of each result."""
+    call_ids: set[str | None] = {None}  # a result may have no id
+    for message in messages:
+        call_ids.update(call.id for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id not in call_ids:
+            raise ApiError(
+                f"the result with tool_call_id={message.tool_call_id!r} needs its call, because the model's format "
+                "names the function of each result, but no earlier message has a call with this id; send the message "
+                "with the call, too, or leave the result out",
+                param="messages",
+            )
 
 
 def _leaves_out_a_system_message(conversation: Conversation, text: str, render: Render) -> bool:

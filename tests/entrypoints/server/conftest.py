@@ -34,7 +34,7 @@ def served(retrieval_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
     )
     with http_server(engine) as url:
         yield engine, url
-    assert not engine.is_failed
+    assert engine.failure is None
     engine.close()
 
 

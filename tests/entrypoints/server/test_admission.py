@@ -311,7 +311,7 @@ def engine(long_model: Path) -> Iterator[AsyncLLM]:
     """It runs one answer at a time."""
     engine = AsyncLLM(long_model, device="cpu", num_kvcache_blocks=600, max_num_batched_tokens=512, max_num_seqs=1)
     yield engine
-    assert not engine.is_failed
+    assert engine.failure is None
     engine.close()
 
 

@@ -50,7 +50,7 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=10**5, ignore_eos=True)
 def engine(long_model: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(long_model, internals=Internals(works_ahead=request.param), **OPTIONS)
     yield engine
-    assert not engine.is_failed
+    assert engine.failure is None
     engine.close()
 
 
@@ -403,7 +403,7 @@ async def test_close_gives_open_requests_a_last_update(long_model: Path) -> None
         await engine.submit("Hello", GREEDY)
     engine.close()
     assert not engine._thread.is_alive()
-    assert not engine.is_failed
+    assert engine.failure is None
     output = updates[-1].output
     assert output is not None
     assert output["finish_reason"] == "abort"
@@ -425,7 +425,7 @@ async def test_step_that_raises_fails_open_and_later_requests(long_model: Path, 
             with pytest.raises(EngineError, match="the GPU fell off"):
                 await collect(stream)
         assert "the GPU fell off" in str(await watcher)
-        assert engine.is_failed
+        assert engine.failure is not None
         assert engine.failure is await engine.wait_for_failure()
         with pytest.raises(EngineError, match="the GPU fell off"):
             await engine.submit("Hello", GREEDY)

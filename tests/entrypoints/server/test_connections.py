@@ -41,7 +41,7 @@ def tiny(long_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
     engine = make_engine(long_model)
     with http_server(engine) as url:
         yield engine, url
-    assert not engine.is_failed
+    assert engine.failure is None
     engine.close()
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm.entrypoints.server.call_formats import GEMMA, HARMONY, HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.entrypoints.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.conversation import Conversation, render_messages
+from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest
 from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
@@ -316,6 +317,23 @@ def test_calls_of_one_message_are_all_rendered_where_a_template_prints_the_first
     order = ["to=functions.a", "result a", "to=functions.b", "result b", "Yes.", "Go."]
     places = [prompt.index(each) for each in order]
     assert places == sorted(places)
+
+
+def test_result_whose_call_is_missing_is_refused_where_the_format_names_its_function(tokenizer: Any) -> None:
+    """Regression: Gemma 4's template left the result out, and gpt-oss's named another function or refused it without
+    the id. In other formats a history that an agent has cut is accepted.
+    """
+    user, other = say("user", QUESTION), [say("assistant", "Yes."), say("user", "Go.")]
+    for begun in ([], [call_of("b"), result_of("b")]):
+        messages = [user, *begun, result_of("a"), *other]
+        for model in FORMATS:
+            if model in ("gemma4", "gpt-oss"):
+                with pytest.raises(ApiError, match=r"result with tool_call_id='a' .* no earlier message .* call"):
+                    prompt_of(tokenizer, model, messages)
+            else:
+                assert "result a" in prompt_of(tokenizer, model, messages)
+            calls = [user, *begun, call_of("a"), result_of("a"), *other]
+            assert "result a" in prompt_of(tokenizer, model, calls)
 
 
 def test_answer_that_explains_the_format_is_accepted_back(tokenizer: Any) -> None:

@@ -55,13 +55,12 @@ export class Chat {
     apply(this.record);
     this.#numChanges += 1;
     try {
-      const stored = await store.update(this.id, apply, { fresh, added: fresh ? this.documents : added });
+      const writing = store.update(this.id, apply, { fresh, added: fresh ? this.documents : added });
+      const stored = await writing.finally(() => { this.#numChanges -= 1; });
       this.#isStored = true;
-      await this.#takeOver(stored, 1);
+      await this.#takeOver(stored);
     } catch (error) {
       showAlert(`This browser could not keep the chat: ${error.message}`); // the disk may be full
-    } finally {
-      this.#numChanges -= 1;
     }
     if (this.#mustRefresh && !this.#numChanges) await this.refresh();
     return !this.isGone;
@@ -70,17 +69,17 @@ export class Chat {
   /** Another tab has changed or deleted the chat. */
   async refresh() {
     this.#mustRefresh = this.#numChanges > 0;
-    if (this.#isStored && !this.#mustRefresh) await this.#takeOver(await store.conversation(this.id), 0);
+    if (this.#isStored && !this.#mustRefresh) await this.#takeOver(await store.conversation(this.id));
   }
 
-  /** stored: undefined if the chat was deleted. numOwn: changes of this tab that are part of it and still count. */
-  async #takeOver(stored, numOwn) {
+  /** stored: undefined if the chat was deleted. */
+  async #takeOver(stored) {
     if (stored === undefined) return this.#leave();
     const known = new Map(this.documents.map((document) => [document.id, document]));
     const missingIds = stored.documentIds.filter((id) => !known.has(id));
     if (missingIds.length) for (const each of await store.documents(missingIds)) known.set(each.id, each);
-    const isOld = stored.version <= this.record.version;
-    if (this.isGone || isOld || this.#numChanges > numOwn) return; // a later change brings the newest record
+    const isOld = stored.version <= this.record.version; // maybe a newer one came while documents were read
+    if (this.isGone || isOld || this.#numChanges) return; // a change that is being written brings the newest record
     const before = this.documentIds.join();
     this.documents = stored.documentIds.map((id) => known.get(id)).filter(Boolean);
     const { run } = this, isSame = ({ id }) => id === run?.message.id;
