@@ -253,7 +253,7 @@ def test_stop_strings_and_structured_output(mixture: Reference, tmp_path: Path) 
     schema = {"type": "object", "properties": {"a": {"enum": [1, 22, 333]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     params = [
-        SamplingParams(temperature=1, seed=1, max_tokens=30, structured_outputs=StructuredOutputs(json=schema)),
+        SamplingParams(temperature=1, seed=1, max_tokens=200, structured_outputs=StructuredOutputs(json=schema)),
         SamplingParams(temperature=1, seed=2, max_tokens=30, structured_outputs=StructuredOutputs(regex="[ab]{40}")),
         SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True, logprobs=2),
     ]
