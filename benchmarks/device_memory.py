@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {  # simulated_gib: memory of a smaller GPU, 
     "8b-24gib": {"model": "qwen3-8b", "enable_cpu_offload": True, "simulated_gib": 24},
     "8b-24gib-all-gpu": {"model": "qwen3-8b", "max_model_len": 8192, "simulated_gib": 24},
     "gpt-oss-20b": {"model": "gpt-oss-20b", "max_model_len": 40960, "num_kvcache_blocks": 400, "max_num_seqs": 64},
-    "gemma-31b-24gib": {
+    "gemma-31b": {
         "model": "gemma-4-31b",
         "quantization": "int4",
         "max_model_len": 40960,

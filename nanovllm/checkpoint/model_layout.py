@@ -179,8 +179,7 @@ def _attention(c: ModelConfig, name: str, kind: str) -> Iterator[LayoutEntry]:
     q, kv = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv}
     qkv |= {} if c.v_from_k(kind) else {"v_proj": kv}
-    heads_and_bias: dict[str, Any] = {"num_kv_heads": heads.num_kv_heads, "bias": c.qkv_bias}
-    yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", **heads_and_bias)
+    yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias, num_kv_heads=heads.num_kv_heads)
     yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
     if c.has_sinks:
         yield Tensor(f"{name}.sinks", (c.num_heads,))
