@@ -31,9 +31,10 @@ def reference(file: Path) -> Any:
     """The model as transformers runs it in fp32, with the values that the package `gguf` computes of the file."""
     import gguf
     import torch
+    from gguf_tensors import TensorReader
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    reader = gguf.GGUFReader(file)
+    reader = TensorReader(file)
 
     def value(name: str) -> Any:
         field = reader.get_field(f"gemma3.{name}")

@@ -35,6 +35,49 @@ def spare_the_interpreter() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def reuse_types() -> None:
+    """Let the interpreter compute the attributes of a type once, instead of for every value of the type.
+
+    Triton changes no type after it was made, and already shares types between values.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    init_block, init_tensor, find_numpy_type = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        shareable = isinstance(shape, (list, tl.tuple)) and not element_ty.is_ptr()
+        sizes = [size.value if type(size) is tl.constexpr else size for size in shape] if shareable else []
+        if not sizes or any(type(size) is not int for size in sizes):
+            init_block(self, element_ty, shape)
+            return
+        key = (element_ty.name, *sizes)
+        if key in block_types:
+            self.__dict__ = block_types[key]
+        else:
+            init_block(self, element_ty, shape)
+            block_types[key] = self.__dict__
+
+    def init_tensor_once(self: Any, handle: Any, type: Any) -> None:
+        attributes = type.__dict__.get("attributes_of_tensors")
+        if attributes is None:
+            init_tensor(self, handle, type)
+            type.attributes_of_tensors = {name: getattr(self, name) for name in ("shape", "numel", "dtype")}
+        else:
+            self.__dict__.update(attributes, handle=handle, type=type)
+
+    def numpy_type(given: Any) -> Any:
+        name = given.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = find_numpy_type(given)
+        return numpy_types[name]
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_block_once, init_tensor_once  # type: ignore[method-assign]
+    interpreter._get_np_dtype = numpy_type
+
+
 def keep_subnormal_bf16() -> None:
     """Let the interpreter convert subnormal numbers between fp32 and bf16, which it takes for others."""
     from triton.runtime import interpreter
@@ -53,4 +96,5 @@ def keep_subnormal_bf16() -> None:
 
 if INTERPRETED and HAS_TRITON:
     spare_the_interpreter()
+    reuse_types()
     keep_subnormal_bf16()

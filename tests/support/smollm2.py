@@ -54,10 +54,11 @@ def write_model(directory: Path, tokenizer: Path, *, dtype: str = "bfloat16") ->
     """Write config, weights and the tokenizer."""
     import gguf
     import torch
+    from gguf_tensors import TensorReader
     from safetensors.torch import save_file
 
     shutil.copytree(tokenizer, directory, dirs_exist_ok=True)
-    reader = gguf.GGUFReader(gguf_directory() / GGUF_NAME)
+    reader = TensorReader(gguf_directory() / GGUF_NAME)
 
     def value(name: str) -> int:
         field = reader.get_field(f"llama.{name}")
