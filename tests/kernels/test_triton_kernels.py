@@ -270,29 +270,44 @@ def no_key_like(part: PartialAttention) -> PartialAttention:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "size"), SIZES)
 def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
-    """One rounding apart at most, since sums run in another order."""
+    """One rounding apart at most, since sums run in another order. Plain torch runs on the CPU."""
     from nanovllm.kernels import fused
 
-    x, residual = (torch.randn(num_tokens, size, device=device).to(dtype) for _ in range(2))
-    weight = torch.randn(size, device=device).to(dtype)
-    wide = 1 + torch.randn(size, device=device)  # of norms that multiply by 1 + weight: nothing is rounded before it
-    wide_norm = [each.to(device) for each in add_rms_norm(x.cpu(), residual.cpu(), wide.cpu(), 1e-6)]
+    x, residual = (torch.randn(num_tokens, size).to(dtype) for _ in range(2))
+    weight = torch.randn(size).to(dtype)
+    wide = 1 + torch.randn(size)  # of norms that multiply by 1 + weight: nothing is rounded before it
+    x_, residual_, weight_, wide_ = (each.to(device) for each in (x, residual, weight, wide))
     pairs = [
-        *zip(fused.add_rms_norm(x, residual, wide, 1e-6), wide_norm, strict=True),
-        (fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6)),
-        *zip(fused.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
-        *((fused.act_and_mul(x, each), act_and_mul(x, each)) for each in ("silu", "gelu_tanh")),
+        (fused.rms_norm(x_, weight_, 1e-6), rms_norm(x, weight, 1e-6)),
+        *zip(fused.add_rms_norm(x_, residual_, weight_, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
+        *zip(fused.add_rms_norm(x_, residual_, wide_, 1e-6), add_rms_norm(x, residual, wide, 1e-6), strict=True),
+        *((fused.act_and_mul(x_, each), act_and_mul(x, each)) for each in ("silu", "gelu_tanh")),
+        (fused.softcap(20 * x_, 7.5), soft_cap(20 * x, 7.5)),
     ]
-    scalar = torch.full((1,), 0.7, device=device, dtype=dtype)
-    for scaled, following in ((scalar, None), (None, wide)):  # (normed, sum) or twice the sum
-        of_cpu = [None if each is None else each.cpu() for each in (scaled, following)]
-        want = norm_add_norm(x.cpu(), residual.cpu(), wide.cpu(), 1e-6, scalar=of_cpu[0], next_weight=of_cpu[1])
-        got = fused.norm_add_norm(x, residual, wide, 1e-6, scalar=scaled, next_weight=following)
-        pairs += [*zip(got, (each.to(device) for each in want), strict=True)]
-    capped = soft_cap(20 * x.cpu(), 7.5).to(device)
-    pairs += [(fused.softcap(20 * x, 7.5), capped)]
     for got, want in pairs:
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(got.cpu(), want, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), SIZES)
+def test_norm_add_norm_equals_plain_torch(device, dtype, num_tokens, size):
+    """Within the roundings of the terms, which a sum close to zero keeps."""
+    from nanovllm.kernels import fused
+
+    x, residual = (torch.randn(num_tokens, size).to(dtype) for _ in range(2))
+    weight, next_weight = (1 + torch.randn(size) for _ in range(2))
+    scalar = torch.full((1,), 0.7, dtype=dtype)
+    eps = 2 * torch.finfo(dtype).eps
+    terms = torch.maximum(residual.abs(), rms_norm(x, weight, 1e-6).abs()).float()
+    for options in ({"scalar": scalar}, {"next_weight": next_weight}):  # (the sum, the sum), (its norm, the sum)
+        want, total = norm_add_norm(x, residual, weight, 1e-6, **options)
+        given = {"scalar": None, "next_weight": None} | {name: each.to(device) for name, each in options.items()}
+        got, got_total = fused.norm_add_norm(*(each.to(device) for each in (x, residual, weight)), 1e-6, **given)
+        assert ((got_total.cpu() - total).abs() <= 1e-6 + eps * terms).all()
+        factors = next_weight.abs() / total.float().square().mean(1, keepdim=True).sqrt()
+        bounds = eps * (terms if "scalar" in options else want.abs() + terms * factors)
+        assert ((got.cpu() - want).abs() <= 1e-6 + bounds).all()
 
 
 @on_device

@@ -43,6 +43,14 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.arithmetic import ceil_div
 
 
+@pytest.fixture(autouse=True)
+def memory_that_no_kernel_writes_is_filled() -> Iterator[None]:
+    """Fill new memory with NaN and the largest integers, because on a GPU it may contain anything."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
@@ -312,19 +320,24 @@ class ExchangingExperts(RankExperts):
         self.is_gpu, self.max_rows = True, 4
 
 
-@pytest.mark.parametrize("name", [pytest.param("", marks=pytest.mark.slow), "Q4_K Q6_K Q8_0"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param("qwen3_moe", "", marks=pytest.mark.slow), ("qwen3_moe", "Q4_K Q6_K Q8_0"), ("gpt_oss", "")],
+)
 def test_experts_in_cpu_memory_launch_only_kernels_that_start_up_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
     """Start-up runs one layer of each kind, and the last one. The formats of the other layers are other ones."""
     pack_on_cpu(monkeypatch)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    few_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    experts = few_experts if kind == "qwen3_moe" else None
     sizes: dict[str, Any] = {"num_layers": 5, "hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
-    model = write_tiny_model(tmp_path / "x", "qwen3_moe", experts=experts, **sizes)
+    model = write_tiny_model(tmp_path / "x", kind, experts=experts, **sizes)
     if name:
         model = write_gguf(tmp_path / "x.gguf", model, types=name.split())
     options = {"enable_expert_offload": True, "num_gpu_expert_layers": 1, "make_cpu_experts": ExchangingExperts}
-    with launching_runner(model, KVCacheSizes(1), **options) as runner:
+    slots = KVCacheSizes(1, num_state_slots=int(kind == "gpt_oss"))  # one for the windows
+    with launching_runner(model, slots, **options) as runner:
         monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
         found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
         for num_tokens in (1, 2, 3, 4, 5, 8, 20, 47, 64, 100, 200, 300):

@@ -90,7 +90,8 @@ class ExpertLink:
         # These ordinary kernels start once all slots are written. The kernels that multiply may read weights early
         own_weights, slots = weights.masked_fill(divided.slots < 0, 0.0), divided.slots.clamp(min=0)
         if biases is not None:
-            biases = biases.select(divided.slot_experts.clamp(min=0))
+            # -1 for slots without an expert; uninitialized while kernels are only compiled
+            biases = biases.select(divided.slot_experts.clamp(0, self._num_experts - 1))
         return own.sums(x, slots, own_weights, biases)
 
     def _fill(self, source: _Source, rows: TargetRows, slot_experts: torch.Tensor) -> None:
