@@ -98,7 +98,8 @@ def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: 
     """Choose the configuration for tiles of `num_rows` rows, 16 or a larger power of two. A row is a query of one head.
 
     A tile of keys has up to 64 keys and up to 16 KiB, or 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit
-    otherwise, but at least 16 keys. With 64 rows and a head dim above 128 only one program fits.
+    otherwise, but at least 16 keys. With 64 rows and a head dim above 128 only one program fits. Tiles of 8 KiB have
+    room for four stages, which for 64 rows were not measured.
     """
     block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:  # no tensor cores; with larger tiles registers spill
@@ -110,9 +111,8 @@ def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: 
         return max(16, min(64, tile_kib * 1024 // (block_d * itemsize)))
 
     if num_rows <= 32:
-        return DecodeConfig(
-            num_keys(16 if has_room else 8), num_warps=4, num_stages=3 if has_room or block_d <= 256 else 2
-        )
+        num_stages = 4 if has_room and block_d <= 64 else 3 if has_room or block_d <= 256 else 2
+        return DecodeConfig(num_keys(16 if has_room else 8), num_warps=4, num_stages=num_stages)
     # Where operands pass through registers, larger tiles spill
     num_warps = 4 if head_dim <= 128 else 8
     return DecodeConfig(num_keys(16 if target.has_shared_operands else 8), num_warps, num_stages=3 if has_room else 2)

@@ -137,7 +137,7 @@ def _table_numbers(words, PART: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _mxfp4_numbers(words, PART: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of a slice's codes in MXFP4, twice what the codes mean: [.., n] -> [.., 2 n] in bf16 or fp16.
+    """The numbers of a slice's codes in MXFP4: [.., n] -> [.., 2 n] in bf16 or fp16.
 
     A code is a float with 2 bits of exponent and 1 of mantissa. At the same bits of a wider float, subnormal codes stay
     subnormal, so a power of two turns all of them into the numbers.
@@ -146,7 +146,7 @@ def _mxfp4_numbers(words, PART: tl.constexpr, dtype: tl.constexpr):
     signs = _shifted(words, 4 * PART - 12) & -0x7FFF8000  # 0x80008000
     bits = _shifted(words, 4 * PART - (6 if IS_BF16 else 9))
     MASK: tl.constexpr = 0x01C001C0 if IS_BF16 else 0x0E000E00
-    FACTOR: tl.constexpr = 2.0**127 if IS_BF16 else 2.0**15
+    FACTOR: tl.constexpr = 2.0**126 if IS_BF16 else 2.0**14
     return times(halves(bits & MASK | signs, dtype), tl.full((1, 1), FACTOR, tl.float32).to(dtype))
 
 
@@ -233,10 +233,9 @@ def _byte(words, PLACE: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
-def _power_of_two(exponent):
-    """2^(exponent - 128), half of what E8M0 means; the two smallest are subnormal."""
-    bits = tl.where(exponent < 2, (1 << 21) << (exponent & 1), (exponent - 1) << 23)
-    return bits.to(tl.float32, bitcast=True)
+def _power_of_two(bits):
+    """2^(exponent - 127), what E8M0 means, for fp32 numbers without a mantissa. The smallest is subnormal."""
+    return tl.maximum(bits, 1 << 22).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -251,7 +250,7 @@ def scale_and_least(words, GROUP: tl.constexpr, KIND: tl.constexpr):
     elif HAS_LEAST[KIND]:
         scale, least = _half(words[GROUP], False), -_half(words[GROUP], True)
     elif KIND == MXFP4:
-        scale = _power_of_two((words[0] >> 8 * GROUP) & 255)
+        scale = _power_of_two(_shifted(words[0], 8 * GROUP - 23) & 0x7F800000)
     else:
         scale = _half(words[GROUP // 2], GROUP % 2 == 1)
     return scale, least
@@ -345,7 +344,7 @@ def column_factors(words, column, KIND: tl.constexpr):
                 word = tl.where(group < 4, words[1], words[2])
             factor = words[0].to(tl.float32, bitcast=True) * _byte_of_column(word, group % 4, 128)
     elif KIND == MXFP4:
-        factor = _power_of_two((words[0] >> 8 * group) & 255)
+        factor = _power_of_two(((words[0] >> 8 * group) & 255) << 23)
     else:
         EACH: tl.constexpr = 1 if HAS_LEAST[KIND] else 2  # groups of a word
         NUM: tl.constexpr = SCALE_WORDS[KIND]

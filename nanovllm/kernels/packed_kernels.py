@@ -204,7 +204,7 @@ def few_products_kernel(
     N,  # features of the result
     out_stride,  # between rows of `out`
     CHOSEN: tl.constexpr,  # pairs of a row of x
-    SUMMED: tl.constexpr,  # pairs that are summed for a row of the result, one warp each, or 0 if nothing is summed
+    SUMMED: tl.constexpr,  # pairs that are summed for a row of the result, or 0 if nothing is summed
     K: tl.constexpr,
     X_COLUMNS: tl.constexpr,  # columns of x, if the weight is padded with others (Packed), else None
     COLUMNS: tl.constexpr,  # columns of a block
@@ -218,6 +218,7 @@ def few_products_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,  # warps
+    STRIDE: tl.constexpr,  # warps that share the columns of a pair: SPLIT, or a part of it if pairs are summed
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -231,7 +232,6 @@ def few_products_kernel(
     CODES: tl.constexpr = COLUMNS // BLOCK_WORDS  # codes of a word
     BITS: tl.constexpr = UPPER_BITS[KIND]
     ROW_WORDS: tl.constexpr = K // CODES + K // 32 * BITS
-    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # distance in blocks between a warp's blocks
     FULL: tl.constexpr = K // COLUMNS // STRIDE  # steps in which every warp has a block
     STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
@@ -254,8 +254,8 @@ def few_products_kernel(
         if SUMMED:  # the previous kernel has waited for the router's choice
             let_next_start(PDL)
             chosen = experts_ptr + block * SUMMED
-            expert = tl.load(chosen + tl.minimum(part, SUMMED - 1), cache_modifier=".cg")
-            warp_expert = tl.load(chosen + tl.minimum(warp, SUMMED - 1), cache_modifier=".cg")
+            expert = tl.load(chosen + tl.minimum(part // STRIDE, SUMMED - 1), cache_modifier=".cg")
+            warp_expert = tl.load(chosen + tl.minimum(warp // STRIDE, SUMMED - 1), cache_modifier=".cg")
         else:
             wait_for_previous(PDL)  # for the router's choice
             let_next_start(PDL)  # only now, because `sum_of_experts` reads the router's choice before it waits
@@ -279,7 +279,7 @@ def few_products_kernel(
         weight_row = warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp
         scales_of_row = scale_row(scales_ptr, weight_row, SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_ROWS)
     row_scales = None if AT_END else scales_of_row
-    first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
+    first, scale_first = part % STRIDE, warp % STRIDE
     queue = _nothing()
     for step in tl.static_range(AHEAD):
         chunk, scale_chunk = step * STRIDE + first, step * STRIDE + scale_first
@@ -308,7 +308,7 @@ def few_products_kernel(
     x_row = _nothing()
     for i in tl.static_range(BLOCK_M // 8):
         if SUMMED:
-            of_x = block * SUMMED + tl.minimum(part, SUMMED - 1)
+            of_x = block * SUMMED + tl.minimum(part // STRIDE, SUMMED - 1)
         elif experts_ptr is None:
             of_x = tl.minimum(block * BLOCK_M + 8 * i + m, num_pairs - 1)
         elif pairs_ptr is None:
@@ -372,8 +372,9 @@ def few_products_kernel(
     bias, factors = bias_ptr, factors_ptr
     if SUMMED:
         if bias_ptr is not None:
-            sums += tl.load(bias_ptr + warp_expert * N + row[None, :, None]).to(tl.float32)
-        sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
+            bias_row = bias_ptr + warp_expert * N + row[None, :, None]
+            sums += tl.load(bias_row, mask=scale_first == 0, other=0.0).to(tl.float32)
+        sums *= tl.load(factors_ptr + block * SUMMED + warp // STRIDE, mask=warp // STRIDE < SUMMED, other=0.0)
         bias, factors = None, None
     elif experts_ptr is not None and bias_ptr is not None:
         bias += expert * (ROWS * N)
@@ -493,32 +494,6 @@ def products_kernel(
         tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
     else:
         finish(sums, row, feature, pair, bias, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def blocks_of_experts_kernel(
-    order_ptr,  # int64 [pairs]: the pairs, sorted by expert
-    ends_ptr,  # int64 [experts]: the number of pairs up to the last of each expert
-    pairs_ptr,  # int32 [blocks * BLOCK_M]
-    block_experts_ptr,  # int32 [blocks]
-    num_pairs,
-    num_experts,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Divide sorted pairs into blocks of one expert each (`Routing`). Each program writes one block."""
-    block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
-    start = tl.load(ends_ptr + expert - 1, (expert > 0) & (expert < num_experts), other=0)
-    end = tl.load(ends_ptr + expert, expert < num_experts, other=0)
-    num_blocks = tl.where(expert < num_experts, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
-    block_end = tl.cumsum(num_blocks)
-    own = tl.sum((block_end <= block).to(tl.int32))  # BLOCK_E if no pairs are left for this block
-    is_own = expert == own
-    first = tl.sum(tl.where(is_own, start + (block - block_end + num_blocks) * BLOCK_M, 0))
-    place = first + tl.arange(0, BLOCK_M)
-    pair = tl.load(order_ptr + place, place < tl.sum(tl.where(is_own, end, 0)), other=num_pairs)
-    tl.store(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), pair.to(tl.int32))
-    tl.store(block_experts_ptr + block, tl.minimum(own, num_experts))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -1,5 +1,5 @@
 """Products with packed weights, also with the weights of a mixture's experts: choose the kernel (packed_kernels.py) and
-its tile, and sort the pairs of rows and experts.
+its tile.
 
 Legend: M rows, N output features, K input features; a pair is a row and one of the experts chosen for the row.
 """
@@ -15,16 +15,16 @@ import triton
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.activation import ACTIVATIONS
+from nanovllm.kernels.expert_routing import Routing, sort_by_expert
 from nanovllm.kernels.launch import on_grid, pdl_options
 from nanovllm.kernels.one_row_kernel import one_row_kernel
 from nanovllm.kernels.packed_kernels import (
-    blocks_of_experts_kernel,
     few_products_kernel,
     products_kernel,
     sum_parts_kernel,
 )
 from nanovllm.kernels.packed_values import Packed, unpack
-from nanovllm.kernels.packed_words import E4M3, FIRST_BLOCK_TYPE, INT4, Q8_0, SLICE, UPPER_BITS
+from nanovllm.kernels.packed_words import E4M3, FIRST_BLOCK_TYPE, INT4, MXFP4, Q8_0, SLICE, UPPER_BITS
 from nanovllm.plan.step_limits import MIN_UNPACKED_PAIRS, UNPACKED_EXPERT_BYTES
 
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
@@ -62,16 +62,6 @@ class ManyRowsTile(NamedTuple):
     num_per_sm: int = 1
 
 
-class Routing(NamedTuple):
-    """The pairs of a step, in blocks of one expert each. Computed without waiting for the device."""
-
-    pairs: torch.Tensor  # int32 [blocks * block_m]; padding is the number of pairs
-    block_experts: torch.Tensor  # int32 [blocks]; padding is the number of experts
-    block_m: int
-    num_experts: int
-    num_pairs: int
-
-
 def choose_block_m(num_pairs: int, num_experts: int, weight: Packed | None = None) -> int:
     """Choose the number of pairs per block: about as many as an expert has, or twice as many for a weight in GGUF's
     blocks of 4 bits, so that few experts need a second block, which reads the weight again. The number is rounded up,
@@ -87,25 +77,7 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None, w
     """Sort pairs by expert. `experts`: int64 [M, C], chosen for each row. `block_m` defaults to `choose_block_m`, for
     the `weight` of the experts if it is given.
     """
-    flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, `experts` is uninitialized
-    num_pairs = len(flat)
-    block_m = block_m or choose_block_m(num_pairs, num_experts, weight)
-    num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
-    by_expert, order = flat.short().sort(stable=True)  # sorting 16 bits takes a quarter of the passes of 64 bits
-    ends = torch.searchsorted(by_expert, torch.arange(num_experts, dtype=torch.int16, device=flat.device), right=True)
-    pairs, block_experts = (ends.new_empty(size, dtype=torch.int32) for size in (num_blocks * block_m, num_blocks))
-    on_grid(blocks_of_experts_kernel, (num_blocks,))(
-        order,
-        ends,
-        pairs,
-        block_experts,
-        num_pairs,
-        num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=block_m,
-        num_warps=1,
-    )
-    return Routing(pairs, block_experts, block_m, num_experts, num_pairs)
+    return sort_by_expert(experts, num_experts, block_m or choose_block_m(experts.numel(), num_experts, weight))
 
 
 def choose_tile(
@@ -122,7 +94,7 @@ def choose_tile(
         num_ahead = 2
         if block_m > 8 or weight.scales is None:
             num_ahead = 1
-        elif weight.kind == INT4.value:
+        elif weight.kind in (INT4.value, MXFP4.value):
             num_ahead = 3
         elif weight.kind == E4M3.value and weight.group_size == weight.num_columns:
             num_ahead = 8  # no scales are loaded with each block, so registers are free for it
@@ -136,7 +108,7 @@ def choose_tile(
         return ManyRowsTile(block_m, 256, 8, 4) if is_large else ManyRowsTile(block_m, 128, 8, 3)
     # GGUF's blocks of 4 bits were fastest with 4 warps, and with enough programs for two on each multiprocessor
     is_shared = is_large and _has_blocks_of_four_bits(weight)
-    has_many_rows = block_m == 64 or (block_m == MAX_BLOCK_M and not is_routed)
+    has_many_rows = block_m == 64 or (block_m == MAX_BLOCK_M and (not is_routed or weight.kind == MXFP4.value))
     block_n = 128 if is_large and not (is_shared and has_many_rows) else 64
     num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
     if not is_shared and not is_routed and num_rows <= MAX_BLOCK_M and num_programs < target.num_sms:
@@ -145,7 +117,7 @@ def choose_tile(
     num_splits = max(1, min(num_running // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
     num_per_sm = 1
     if is_shared and block_m == MAX_BLOCK_M:
-        num_warps, num_stages = (8 if is_routed else 4), 3  # with 4 warps a tile of 128 x 128 spills registers
+        num_warps, num_stages = (8 if block_n == 128 else 4), 3  # with 4 warps a tile of 128 x 128 spills registers
     elif is_shared:
         num_warps, num_stages = 4, 3 if block_n == 64 and num_programs > target.num_sms else 4
     elif block_m == MAX_BLOCK_M:
@@ -271,6 +243,7 @@ def sum_of_experts(
     num_experts: int,
     factors: torch.Tensor,
     bias: torch.Tensor | None = None,
+    tile: FewRowsTile | None = None,
 ) -> torch.Tensor:
     """Multiply x [T * C, K] by the rows of `experts` [T, C], add the rows' `bias`, weight by `factors`, fp32 [T, C],
     and sum for each token: [T, N]. Every pair reads its expert. Hot: once per layer.
@@ -280,7 +253,15 @@ def sum_of_experts(
     num_tokens, num_chosen = experts.shape
     out = x.new_empty(num_tokens, len(weight.codes) // num_experts)
     product = _Product(x, weight, bias, factors, None, experts, num_experts, False, "silu", out)
-    return _few_products(product, FewRowsTile(8, triton.next_power_of_2(num_chosen), 3), num_chosen)
+    return _few_products(product, tile or _choose_tile_of_sums(num_chosen, weight), num_chosen)
+
+
+def _choose_tile_of_sums(num_chosen: int, weight: Packed) -> FewRowsTile:
+    """Each pair takes a warp, or two that share its columns, so that few experts with long rows have enough warps.
+    Two were faster for four experts of 2,944 columns, and four were slower, measured on an H200.
+    """
+    share_columns = num_chosen <= 4 and weight.num_columns >= 8 * weight.block_columns
+    return FewRowsTile(8, triton.next_power_of_2(num_chosen) * (1 + share_columns), 3)
 
 
 def _suits_few_rows(x: torch.Tensor, weight: Packed) -> bool:
@@ -358,7 +339,8 @@ def _few_products(product: _Product, tile: FewRowsTile, num_summed: int = 0) -> 
     if not len(product.out):
         return product.out
     assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
-    num_steps = triton.cdiv(product.weight.num_columns, columns * (1 if num_summed else tile.num_warps))
+    num_sharing = tile.num_warps // triton.next_power_of_2(max(1, num_summed))  # warps that share a pair's columns
+    num_steps = triton.cdiv(product.weight.num_columns, columns * num_sharing)
     product.launch(
         few_products_kernel,
         (triton.cdiv(product.num_rows, 16), product.num_blocks(tile.block_m)),
@@ -368,6 +350,7 @@ def _few_products(product: _Product, tile: FewRowsTile, num_summed: int = 0) -> 
         SUMMED=num_summed,
         BLOCK_M=tile.block_m,
         SPLIT=tile.num_warps,
+        STRIDE=num_sharing,
         AHEAD=min(tile.num_ahead, num_steps),
         num_warps=tile.num_warps,
     )

@@ -414,7 +414,7 @@ def test_sorted_experts_in_fp32_fit() -> None:
     with compiling_for(target := KNOWN_TARGETS["8.6"]) as compiled:
         routing = packed_linear.route(experts, 2, block_m=128)
         packed_linear.products(torch.zeros(1, 4096), weight, routing=routing, factors=torch.zeros(2))
-    assert {kernel.name for kernel in compiled} == {"blocks_of_experts_kernel", "products_kernel"}
+    assert {kernel.name for kernel in compiled} == {"sort_by_expert_kernel", "products_kernel"}
     check(compiled, target)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertRows
 from nanovllm.checkpoint.model_config import ExpertsConfig
-from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS, Quantization
+from nanovllm.checkpoint.quantization import BLOCK_TYPES, HEAD_QUANTIZATIONS, QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import layernorm, moe
@@ -185,7 +185,9 @@ def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
 @on_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_over_the_chosen_experts(device: str, kind: str) -> None:
-    """As many experts as warps and fewer, each with a block of columns and with several."""
+    """As many experts as warps and fewer, each with a block of columns and with several, and two warps that share the
+    columns of an expert.
+    """
     from nanovllm.kernels import packed_linear as kernels
 
     num_experts, num_rows, size = (5, 24, 384) if INTERPRETED else (20, 200, 768)
@@ -198,6 +200,22 @@ def test_sums_over_the_chosen_experts(device: str, kind: str) -> None:
         exact = torch.einsum("mck,mcnk,mc->mn", x.double().view(3, num_chosen, size), chosen, factors.double())
         got = kernels.sum_of_experts(x, weight, experts, num_experts, factors)
         assert_close(got, x, values, exact)
+        bias = torch.randn(num_experts, num_rows, device=device).to(DTYPE)
+        exact += torch.einsum("mcn,mc->mn", bias[experts].double(), factors.double())
+        for sharing in (1, 2) if num_chosen <= 8 else (1,):
+            tile = kernels.FewRowsTile(8, sharing * 2 ** math.ceil(math.log2(num_chosen)), 2)
+            got = kernels.sum_of_experts(x, weight, experts, num_experts, factors, bias, tile)
+            assert_close(got, x, values, exact)
+
+
+def test_few_experts_with_long_rows_have_two_warps_each() -> None:
+    from nanovllm.kernels import packed_linear as kernels
+
+    with torch.device("cpu"):
+        of_gpt_oss, of_qwen = (packed(PackedWeight([16], size, BLOCK_TYPES["MXFP4"])) for size in (2880, 768))
+    assert kernels._choose_tile_of_sums(4, of_gpt_oss).num_warps == 8
+    assert kernels._choose_tile_of_sums(4, of_qwen).num_warps == 4
+    assert kernels._choose_tile_of_sums(8, of_gpt_oss).num_warps == 8
 
 
 @on_device
@@ -244,11 +262,15 @@ def test_route_accepts_any_numbers(device: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
 
     anything = torch.tensor([[2**40, -7, 3], [5, 0, -(2**50)]], device=device)
-    assert kernels.route(anything, 5).pairs.sort().values[:6].tolist() == list(range(6))
+    pairs, block_experts, *_ = kernels.route(anything, 5, 16)
+    assert block_experts.tolist() == [0, 3, 4, 5, 5, 5]
+    assert [sorted(each) for each in pairs[:48].view(3, 16).tolist()] == [
+        sorted(own + [6] * (16 - len(own))) for own in ([1, 4, 5], [2], [0, 3])
+    ]
 
 
 @on_device
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 2), (9, 5), (40, 5), (60, 128)])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 2), (9, 5), (40, 5), (60, 128), (700, 4), (5000, 32)])
 def test_blocks_have_the_pairs_of_one_expert_in_order(device: str, num_tokens: int, num_experts: int) -> None:
     """Experts of no pair, of several blocks, and one that all tokens choose."""
     from nanovllm.kernels import packed_linear as kernels
@@ -267,7 +289,7 @@ def test_blocks_have_the_pairs_of_one_expert_in_order(device: str, num_tokens: i
                 of_blocks.append(expert)
         missing = len(block_experts) - len(of_blocks)
         assert missing >= 0 and block_experts.tolist() == of_blocks + [num_experts] * missing
-        assert pairs.view(-1, block_m).tolist() == expected + [[2 * num_tokens] * block_m] * missing
+        assert pairs.view(-1, block_m)[: len(expected)].tolist() == expected
 
 
 @on_device
