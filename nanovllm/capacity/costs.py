@@ -329,9 +329,9 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps. With
       windows also K and V of a layer, twice.
     - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
-    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
-      expert, and in Gemma the inputs of the dense MLP and of the experts; on a CPU, where one expert may have all
-      tokens, the input and output of one expert, and the sum in fp32.
+    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts, the product of gate and
+      up and the output of each expert, and in Gemma the inputs of the dense MLP and of the experts; on a CPU, where one
+      expert may have all tokens, the input, gate, up, product and output of one expert, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
@@ -348,17 +348,18 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
         r = model.recurrent
         values = r.num_value_heads * r.value_head_dim
         attention = max(attention, ((2 * size + 4) * r.conv_channels + (2 * size + 4) * values) // tp)
-    routed = 0
+    mlp *= num_in_mlp
     if model.experts is not None:
-        features = 3 * model.experts.intermediate_size // tp
-        mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
+        features = model.experts.intermediate_size // tp
         num_pairs = num_in_mlp * model.experts.num_experts_per_token
         routed = num_pairs * size * (features + model.hidden_size)
         if model.quantization is not None and num_pairs >= MIN_UNPACKED_PAIRS * model.experts.num_experts:
             routed += UNPACKED_EXPERT_BYTES
         routed += 2 * num_in_mlp * size * model.hidden_size if model.gemma is not None else 0
+        on_cpu = num_in_mlp * (size * (3 * features + 2 * model.hidden_size) + 4 * model.hidden_size)
+        mlp = max(mlp, routed, on_cpu)
     hidden = num_tokens * (size * 4 * model.hidden_size + 4 * model.head_dim)
-    return hidden + max(num_tokens * attention, num_in_mlp * mlp) + routed
+    return hidden + max(num_tokens * attention, mlp)
 
 
 def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:

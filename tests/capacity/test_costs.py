@@ -305,6 +305,17 @@ def test_memory_is_what_engines_held() -> None:
         assert got.total_bytes == pytest.approx(held_mib * MIB, rel=0.03)
 
 
+def test_memory_of_a_mixture_with_windows_is_what_an_engine_held() -> None:
+    """By `python -m benchmarks.device_memory gpt-oss-20b` on an H200 (docs/log/2026-11-28-windows.md). Its steps held
+    1.13 GiB, where experts and attention do not have their activations at the same time.
+    """
+    config, shapes = Config(model="gpt-oss-20b", max_num_seqs=64), config_without_weights("gpt-oss-20b")
+    spec = kv_cache_spec(config, shapes, tp_size=1)
+    assert parts.activation_bytes(config, shapes, 40960, 64) / GIB == pytest.approx(1.13, rel=0.05)
+    got = device_memory(config, shapes, H200, spec, 40960, 400, state_bytes=384 * MIB)
+    assert got.total_bytes == pytest.approx(18.265 * GIB, rel=0.01)
+
+
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
 
