@@ -292,9 +292,10 @@ def expert_staging_bytes(config: Config, model: ModelConfig) -> int:
         num_experts = model.experts.num_experts
         dtype = dtype_name(config, model)
         formats = [layer.layer_format(dtype, num_ranks) for layer in layers]
-        of_blocks = max(sizes) if any(each.is_of_blocks for of_layer in formats for each in of_layer) else 0
+        matrices = (each for of_layer in formats for each in of_layer if each.is_of_blocks)
+        of_blocks = max((each.num_rows * each.row_bytes for each in matrices), default=0)
         stored = (layer_bytes(each, num_experts) for each in formats)
-        slots = num_link_slots(stored, num_experts) * (sum(sizes) + of_blocks) // num_experts
+        slots = num_link_slots(stored, num_experts) * (sum(sizes) // num_experts + of_blocks)
     return NUM_EXPERT_BUFFERS * max(sizes) + STAGED_PIECE_BYTES + slots
 
 

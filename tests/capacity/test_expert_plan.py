@@ -28,7 +28,8 @@ from nanovllm.plan.kv_spec import max_stateful_seqs
 from nanovllm.plan.step_limits import MAX_CPU_EXPERT_ROWS
 
 MIB, GIB = 2**20, 2**30
-LAYER_30B = 128 * 3 * 768 * 2048  # weights of the experts of a layer of Qwen3-30B-A3B, which has 48 such layers
+MATRIX_30B = 768 * 2048  # weights of a matrix of an expert of Qwen3-30B-A3B
+LAYER_30B = 128 * 3 * MATRIX_30B  # of the experts of a layer; the model has 48 such layers
 LAYER_35B = 256 * 3 * 512 * 2048  # of Qwen3.5-35B-A3B, which has 40, and a draft head with as many
 INT4_ON_CPU, INT4_ON_GPU = 144 / 256, 0.5 + 20 / 256  # bytes of a weight in Q4_K: as in a file, and for the kernels
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
@@ -62,15 +63,16 @@ def num_cpu_layers(plan: CapacityPlan) -> int:
 
 def test_bytes_of_experts_by_hand() -> None:
     on_gpu = plan_for(gib=80)
-    # Slots for single experts, in int4 twice: for their blocks, too
+    # Slots for single experts, in int4 also for the blocks of a matrix of each
     for format, on_cpu, of_gpu, num_slots in (
-        *(("int4", INT4_ON_CPU, INT4_ON_GPU, 2 * 24), ("fp8", 1 + 4 / 128, 0, 13), (None, 2, 2, 7)),
+        *(("int4", INT4_ON_CPU, INT4_ON_GPU, 24), ("fp8", 1 + 4 / 128, 0, 13), (None, 2, 2, 7)),
     ):
         plan = plan_for(gib=80, format=format, **ALL_OUT)
         assert plan.host_expert_bytes == 48 * LAYER_30B * on_cpu
         if of_gpu:
-            num_layers = 2 + num_slots / 128
-            assert plan.memory.expert_staging_bytes == num_layers * LAYER_30B * of_gpu + STAGED_PIECE_BYTES
+            experts = (2 * 128 + num_slots) * (LAYER_30B // 128) * of_gpu
+            blocks = num_slots * MATRIX_30B * on_cpu if format == "int4" else 0
+            assert plan.memory.expert_staging_bytes == experts + blocks + STAGED_PIECE_BYTES
     plan = plan_for(gib=80, **ALL_OUT)
     assert on_gpu.memory.weight_bytes - plan.memory.weight_bytes == 48 * LAYER_30B * INT4_ON_GPU
     assert on_gpu.host_expert_bytes == on_gpu.memory.expert_staging_bytes == 0 and on_gpu == plan_for(
@@ -96,7 +98,8 @@ def test_each_rank_has_a_part_of_every_expert() -> None:
         more = (48 - num_layers) * LAYER_30B / 3
         assert two.host_expert_bytes == one.host_expert_bytes + more * (20 / 32 - INT4_ON_CPU)
         one_bytes, two_bytes = (each.memory.expert_staging_bytes - STAGED_PIECE_BYTES for each in (one, two))
-        assert 2 * two_bytes == one_bytes + (2 + 48 / 128) * LAYER_30B / 3 * (20 / 32 - INT4_ON_GPU)
+        more_blocks = 24 * MATRIX_30B * (20 / 32 - INT4_ON_CPU)
+        assert 2 * two_bytes == one_bytes + (2 * 128 + 24) * MATRIX_30B * (20 / 32 - INT4_ON_GPU) + more_blocks
 
 
 def test_experts_of_the_draft_head_leave_the_gpu_with_the_others() -> None:
@@ -129,7 +132,8 @@ def test_staging_has_room_for_the_largest_layer_of_a_gguf_file() -> None:
         kinds = {large if layer == 3 else small for layer in plan.model.experts.cpu_layers}
         # Two buffers, and slots of each kind and for blocks, of up to 64 MiB in CPU memory
         num_slots = 21 if large in kinds else 24
-        slots = num_slots * (sum(kinds) + max(kinds)) // 128
+        blocks = max((MATRIX_30B * VALUE_BYTES[name] for layer in of_layers for name in layer), default=0)
+        slots = num_slots * (sum(kinds) // 128 + blocks)
         assert plan.memory.expert_staging_bytes == 2 * max(kinds) + STAGED_PIECE_BYTES + slots
 
 
@@ -320,7 +324,7 @@ def test_table_and_summary_say_what_is_where_and_why() -> None:
     size = f"{cpu * LAYER_30B * INT4_ON_CPU / GIB:.2f} GiB"
     assert f"  experts {size:>15}  in pinned CPU memory, of {cpu} of 48 layers; the GPU has room for {gpu} " in table
     assert f" {gpu} and the KV of 40,960 tokens" in table and "by the CPU's experts and the GPU in turn" in table
-    assert "822.88 MiB  for experts that cross the link: two layers, and single ones" in table
+    assert "780.69 MiB  for experts that cross the link: two layers, and single ones" in table
     assert f"of experts by the CPU\n  link{'27.3 GB/s':>19}  PCIe 4 x16, projected\n" in table
     assert f"; experts in CPU memory: {size} of {cpu} of 48 layers; " in plan_summary(plan)
     assert "; KV cache: " in plan_summary(plan) and "CPU pool" not in plan_summary(plan)

@@ -406,9 +406,12 @@ def test_memory_stays_within_the_plan() -> None:
     overrides = {"num_hidden_layers": 3}
     options: dict[str, Any] = {"hf_overrides": overrides, "load_format": "dummy", "quantization": "int4"}
     options |= {"gpu_memory_utilization": 0.1, "max_model_len": 8192, "max_num_seqs": 4, "skip_tokenizer_init": True}
-    with LLM("qwen3-30b-a3b", device="cuda", **options | NONE) as llm:
-        staging = rank_of(llm).staging
-        num_bytes = sum(arena.nbytes for arena in staging._arenas) + staging._raw.nbytes
+    internals = Internals(expert_link_share=128)  # the GPU reads half of the experts in short steps
+    with LLM("qwen3-30b-a3b", device="cuda", internals=internals, **options | NONE) as llm:
+        staging, link = rank_of(llm).staging, rank_of(llm).link
+        assert link is not None, "the GPU reads experts"
+        slots = [parameter for experts in link._experts.values() for parameter in experts.parameters()]
+        num_bytes = sum(each.nbytes for each in (*staging._arenas, staging._raw, link._raw, *slots))
         assert num_bytes == pytest.approx(llm.plan.memory.expert_staging_bytes, rel=0.01)
         prompts = [random_prompt(length, seed=length) for length in (8000, 3000, 60, 1)]
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
