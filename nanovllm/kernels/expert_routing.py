@@ -47,7 +47,7 @@ def sort_by_expert_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the blocks of one expert. A first pass over all pairs counts those of each expert, which says where the
+    """Write the blocks of one expert. A first pass over all pairs counts the pairs of each expert, which says where the
     expert's blocks begin; a second pass writes the expert's pairs in order. The last program also marks the blocks that
     remain.
     """

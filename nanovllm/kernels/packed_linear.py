@@ -84,7 +84,7 @@ def choose_tile(
     num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed, is_routed: bool = False
 ) -> ManyRowsTile | FewRowsTile:
     """Choose a tile that is among the fastest of those measured for most layers of Qwen3-8B and -30B-A3B on an H100,
-    for Q4_K also on an H200, and for the experts of gpt-oss in MXFP4 on an H100.
+    for Q4_K also on an H200, and for the experts of gpt-oss in MXFP4 on both.
 
     `num_rows`: rows that a weight multiplies; `num_tiles`: tiles of 16 weight rows, over all programs; `is_routed`:
     rows are sorted into blocks of `num_rows`.
