@@ -18,11 +18,7 @@ from nanovllm.kernels.activation import ACTIVATIONS
 from nanovllm.kernels.expert_routing import Routing, sort_by_expert
 from nanovllm.kernels.launch import on_grid, pdl_options
 from nanovllm.kernels.one_row_kernel import one_row_kernel
-from nanovllm.kernels.packed_kernels import (
-    few_products_kernel,
-    products_kernel,
-    sum_parts_kernel,
-)
+from nanovllm.kernels.packed_kernels import few_products_kernel, products_kernel, sum_parts_kernel
 from nanovllm.kernels.packed_values import Packed, unpack
 from nanovllm.kernels.packed_words import E4M3, FIRST_BLOCK_TYPE, INT4, MXFP4, Q8_0, SLICE, UPPER_BITS
 from nanovllm.plan.step_limits import MIN_UNPACKED_PAIRS, UNPACKED_EXPERT_BYTES

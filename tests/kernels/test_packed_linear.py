@@ -256,7 +256,7 @@ def test_blocks_of_routed_pairs_double_at_most_when_rows_do() -> None:
 
 @on_device
 def test_route_accepts_any_numbers(device: str) -> None:
-    """A number that is no expert's counts as that of the nearest expert, so nothing outside the tensors is written."""
+    """Numbers outside the range of experts are clamped to it, so the kernel writes nothing outside its tensors."""
     from nanovllm.kernels import packed_linear as kernels
 
     anything = torch.tensor([[2**40, -7, 3], [5, 0, -(2**50)]], device=device)
